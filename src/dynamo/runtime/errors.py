@@ -1,0 +1,291 @@
+"""Every exception of the runtime, in one tree.
+
+::
+
+    DynamoException                       the genuine root; module ``dynamo._core``
+    |-- Unknown, InvalidArgument, CannotConnect, Disconnected, ConnectionTimeout,
+    |   Cancelled, EngineShutdown, StreamIncomplete, WorkerUnavailable,
+    |   RouterQueueLimitExceeded, SelectionServiceError       handlers raise these
+    |-- CallError                         a call failed; raised by the awaited call
+    |   |-- NoInstances                   nobody to send the call to
+    |   |-- InstanceNotFound              ``direct`` named an instance that is not there
+    |   |-- ConnectionFailed              (ConnectionError) no connection to the worker
+    |   |-- WorkerLost                    (ConnectionError) the worker left mid-call
+    |   |-- CallTimeout                   (TimeoutError) a limit passed before the stream
+    |   |-- Overloaded                    the worker is full; safe to send elsewhere
+    |   |-- Refused                       the worker does not serve this endpoint (now)
+    |   |-- HandlerRefused                the handler cannot be called like this
+    |   |-- MessageTooLarge               refused before sending, or by the worker
+    |   `-- StreamError                   (ValueError) raised while reading the stream
+    |       |-- RemoteError               the handler raised
+    |       |   |-- RemoteTimeout         (TimeoutError) it raised a time-out
+    |       |   `-- RemoteUnavailable     (ConnectionError) it raised a connection error
+    |       `-- StreamBroken              (ConnectionError) the stream ended early
+    |-- ProtocolError
+    |   |-- LocalProtocolError            we were about to send rubbish
+    |   `-- RemoteProtocolError           the peer sent rubbish
+    |-- DiscoveryError                    the discovery store refused or is away
+    `-- RuntimeClosed                     the runtime was shut down (or forked)
+
+``str(error)`` of what a call raises is the genuine text, ``Class: words``; every other
+fact is an attribute.  The genuine classes keep exactly their genuine bases.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CallError",
+    "CallTimeout",
+    "Cancelled",
+    "CannotConnect",
+    "ConnectionFailed",
+    "ConnectionTimeout",
+    "Disconnected",
+    "DiscoveryError",
+    "DynamoException",
+    "EngineShutdown",
+    "HandlerRefused",
+    "InstanceNotFound",
+    "InvalidArgument",
+    "LocalProtocolError",
+    "MessageTooLarge",
+    "NoInstances",
+    "Overloaded",
+    "ProtocolError",
+    "Refused",
+    "RemoteError",
+    "RemoteProtocolError",
+    "RemoteTimeout",
+    "RemoteUnavailable",
+    "RouterQueueLimitExceeded",
+    "RuntimeClosed",
+    "SelectionServiceError",
+    "StreamBroken",
+    "StreamError",
+    "StreamIncomplete",
+    "Unknown",
+    "WorkerLost",
+    "WorkerUnavailable",
+]
+
+
+class DynamoException(Exception):
+    """Root of everything the runtime raises."""
+
+
+class Unknown(DynamoException):
+    """For handlers: a failure of no particular kind."""
+
+
+class InvalidArgument(DynamoException):
+    """For handlers: the request itself is wrong.  Reaches the caller as this class."""
+
+
+class CannotConnect(DynamoException):
+    """For handlers: something behind the handler could not be reached."""
+
+
+class Disconnected(DynamoException):
+    """For handlers: a connection behind the handler was lost."""
+
+
+class ConnectionTimeout(DynamoException):
+    """For handlers: something behind the handler did not answer in time."""
+
+
+class Cancelled(DynamoException):
+    """For handlers: the work was cancelled."""
+
+
+class EngineShutdown(DynamoException):
+    """For handlers: the engine is going down; callers avoid this instance for a while."""
+
+
+class StreamIncomplete(DynamoException):
+    """For handlers: the stream broke off; callers avoid this instance for a while."""
+
+
+class WorkerUnavailable(DynamoException):
+    """For handlers: this worker cannot serve; callers avoid it for a while."""
+
+
+class RouterQueueLimitExceeded(DynamoException):
+    """For handlers: a router's queue is full."""
+
+
+class SelectionServiceError(DynamoException):
+    """For handlers: no worker could be selected."""
+
+
+_GENUINE = (
+    DynamoException,
+    Unknown,
+    InvalidArgument,
+    CannotConnect,
+    Disconnected,
+    ConnectionTimeout,
+    Cancelled,
+    EngineShutdown,
+    StreamIncomplete,
+    WorkerUnavailable,
+    RouterQueueLimitExceeded,
+    SelectionServiceError,
+)
+for _class in _GENUINE:
+    # Code written against the genuine wheel compares and pickles by this name.
+    _class.__module__ = "dynamo._core"
+
+
+class CallError(DynamoException):
+    """A call failed.  ``str()`` is ``Class: words``, the text of the genuine runtime.
+
+    Attributes:
+        error_class: The first word of the text, such as ``"Unavailable"``, or ``""``.
+        phase: How far the call came: ``"choose"``, ``"connect"``, ``"send"``, ``"ack"``,
+            ``"start"`` (acknowledged, no stream yet) or ``"stream"``.
+        retryable: True if the handler certainly never saw the call.
+        retry_after: Seconds after which the worker suggests another try, or None.
+        instance_id: The instance that was called, or None if none was chosen.
+        attempts: How many instances were tried.
+        remote_type: Class name of the exception the handler raised, or None.
+        remote_traceback: Its traceback as text, if the worker sent one.
+        facts: Further facts by name, for example ``{"listed": 3, "withdrawn": 1}``.
+
+    Example:
+        >>> error = CallError("Unavailable: gone", instance_id=7, retryable=True)
+        >>> str(error), error.error_class, error.instance_id, error.retryable
+        ('Unavailable: gone', 'Unavailable', 7, True)
+    """
+
+    phase: str = "choose"
+    retryable: bool = False
+
+    def __init__(
+        self,
+        text: str = "",
+        *args: object,
+        phase: str | None = None,
+        retryable: bool | None = None,
+        retry_after: float | None = None,
+        instance_id: int | None = None,
+        attempts: int = 1,
+        remote_type: str | None = None,
+        remote_traceback: str | None = None,
+        facts: dict[str, object] | None = None,
+    ) -> None:
+        super().__init__(text, *args)
+        if phase is not None:
+            self.phase = phase
+        if retryable is not None:
+            self.retryable = retryable
+        self.retry_after = retry_after
+        self.instance_id = instance_id
+        self.attempts = attempts
+        self.remote_type = remote_type
+        self.remote_traceback = remote_traceback
+        self.facts = facts or {}
+
+    @property
+    def error_class(self) -> str:
+        """The class word in front of the colon, or an empty text."""
+        head, colon, _ = str(self).partition(": ")
+        return head if colon and head.isalpha() else ""
+
+
+class NoInstances(CallError):
+    """Nobody can be called: none listed, or all withdrawn or suspect (see ``facts``)."""
+
+    retryable = True
+
+
+class InstanceNotFound(CallError):
+    """``direct`` named an instance that discovery does not list."""
+
+    retryable = True
+
+
+class ConnectionFailed(CallError, ConnectionError):
+    """No connection to the worker could be made; nothing was sent."""
+
+    phase = "connect"
+    retryable = True
+
+
+class WorkerLost(CallError, ConnectionError):
+    """The worker left after the request was sent and before the stream began."""
+
+    phase = "start"
+
+
+class CallTimeout(CallError, TimeoutError):
+    """A limit passed before the stream began; the text says which."""
+
+    phase = "ack"
+
+
+class Overloaded(CallError):
+    """The worker refused the request before running it; safe to send elsewhere."""
+
+    phase = "ack"
+    retryable = True
+
+
+class Refused(CallError):
+    """The worker does not serve this endpoint, or no longer takes new work."""
+
+    phase = "ack"
+    retryable = True
+
+
+class HandlerRefused(CallError):
+    """The worker's handler cannot be called: wrong kind of callable or signature."""
+
+    phase = "start"
+
+
+class MessageTooLarge(CallError):
+    """The request is over a size limit; the text names size, limit and setting."""
+
+    phase = "send"
+
+
+class StreamError(CallError, ValueError):
+    """Raised while reading a response stream, after which the stream has ended."""
+
+    phase = "stream"
+
+
+class RemoteError(StreamError):
+    """The handler raised; ``remote_type`` names the class."""
+
+
+class RemoteTimeout(RemoteError, TimeoutError):
+    """The handler raised a time-out (class ``DeadlineExceeded``)."""
+
+
+class RemoteUnavailable(RemoteError, ConnectionError):
+    """The handler raised a connection error (class ``Unavailable``)."""
+
+
+class StreamBroken(StreamError, ConnectionError):
+    """The stream ended before the worker said that it was complete."""
+
+
+class ProtocolError(DynamoException):
+    """Bytes that break the protocol."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We were asked to send something the protocol cannot carry."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent something the protocol does not allow."""
+
+
+class DiscoveryError(DynamoException):
+    """The discovery store refused an operation or could not be reached."""
+
+
+class RuntimeClosed(DynamoException):
+    """The runtime was shut down, or this is a forked child that may not use it."""
