@@ -8,6 +8,7 @@
     |   RouterQueueLimitExceeded, SelectionServiceError       handlers raise these
     |-- CallError                         a call failed; raised by the awaited call
     |   |-- NoInstances                   nobody to send the call to
+    |   |   `-- NoInstancesInTime         (TimeoutError) nobody came while waiting
     |   |-- InstanceNotFound              ``direct`` named an instance that is not there
     |   |-- ConnectionFailed              (ConnectionError) no connection to the worker
     |   |-- WorkerLost                    (ConnectionError) the worker left mid-call
@@ -24,6 +25,7 @@
     |-- ProtocolError
     |   |-- LocalProtocolError            we were about to send rubbish
     |   `-- RemoteProtocolError           the peer sent rubbish
+    |-- CannotListen                      a port could not be opened
     |-- DiscoveryError                    the discovery store refused or is away
     `-- RuntimeClosed                     the runtime was shut down (or forked)
 
@@ -38,6 +40,7 @@ __all__ = [
     "CallTimeout",
     "Cancelled",
     "CannotConnect",
+    "CannotListen",
     "ConnectionFailed",
     "ConnectionTimeout",
     "Disconnected",
@@ -50,6 +53,7 @@ __all__ = [
     "LocalProtocolError",
     "MessageTooLarge",
     "NoInstances",
+    "NoInstancesInTime",
     "Overloaded",
     "ProtocolError",
     "Refused",
@@ -198,6 +202,10 @@ class NoInstances(CallError):
     retryable = True
 
 
+class NoInstancesInTime(NoInstances, TimeoutError):
+    """Nobody that can be called appeared within the time given."""
+
+
 class InstanceNotFound(CallError):
     """``direct`` named an instance that discovery does not list."""
 
@@ -281,6 +289,10 @@ class LocalProtocolError(ProtocolError):
 
 class RemoteProtocolError(ProtocolError):
     """The peer sent something the protocol does not allow."""
+
+
+class CannotListen(DynamoException):
+    """An address could not be listened on; the text names the settings."""
 
 
 class DiscoveryError(DynamoException):

@@ -1,0 +1,370 @@
+"""One outgoing call: choose, send, wait for the stream, receive, move elsewhere.
+
+Owns a call from the client's method to the end of its stream, on the home loop.  Knows
+no lane's bytes; the list of instances and the choice among them are handed in.
+
+States of a call::
+
+    CHOOSING --open--> SENT --on_started--> STREAMING --on_ended/failed/lost--> OVER
+        ^               |                       |
+        |<--retryable---+--on_refused           +--stop: reads on, then OVER
+        |                                       +--cancel: OVER at once
+        +-- cancel, stop, removal of the instance: OVER
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dynamo.runtime._calls.streams import Annotated, Inbox, on_loop
+from dynamo.runtime._wire.faults import exception_of_error, inhibits
+from dynamo.runtime.errors import (
+    CallError,
+    ConnectionFailed,
+    NoInstances,
+    StreamBroken,
+    WorkerLost,
+)
+
+if TYPE_CHECKING:
+    from dynamo.runtime._calls.context import ContextState
+    from dynamo.runtime._discovery.instances import InstanceSet
+    from dynamo.runtime._transports import CallHandle, CallRequest, ClientLane
+    from dynamo.runtime._wire.faults import ErrorObject
+    from dynamo.runtime._wire.payload import AnnotatedItem
+    from dynamo.runtime._wire.records import EndpointRecord
+
+_log = logging.getLogger("dynamo.runtime.egress")
+
+# A stopped worker closes the stream at once; one that does not is not waited for.
+_STOP_LIMIT_S = 5.0
+
+Choose = Callable[[frozenset[int]], "EndpointRecord"]
+"""Picks an instance that is not among those already tried, or raises CallError."""
+
+
+class Selection:
+    """How a call finds its instance: a choice, and what to tell of how it went.
+
+    Args:
+        choose: Picks an instance; raises `NoInstances` when there is none left.
+        instances: The live view of the endpoint.
+        in_flight: How many calls each instance has, by id; kept by the calls.
+        withdraw: Told the id of an instance that this client should avoid for a while.
+        overload: Told the id and for how many seconds to leave it alone.
+        fixed: The caller named the instance: never move elsewhere.
+    """
+
+    __slots__ = ("choose", "fixed", "in_flight", "instances", "overload", "withdraw")
+
+    def __init__(
+        self,
+        choose: Choose,
+        instances: InstanceSet,
+        in_flight: dict[int, int],
+        withdraw: Callable[[int], None],
+        overload: Callable[[int, float], None],
+        *,
+        fixed: bool = False,
+    ) -> None:
+        self.choose = choose
+        self.instances = instances
+        self.in_flight = in_flight
+        self.withdraw = withdraw
+        self.overload = overload
+        self.fixed = fixed
+
+    def take(self, instance_id: int) -> None:
+        """Count a call."""
+        self.in_flight[instance_id] = self.in_flight.get(instance_id, 0) + 1
+
+    def give_back(self, instance_id: int) -> None:
+        """Count it no longer."""
+        left = self.in_flight.pop(instance_id, 0) - 1
+        if left > 0:
+            self.in_flight[instance_id] = left
+
+
+class OutgoingCall:
+    """The core of one call: what tables, tasks and futures hold.
+
+    The user's `AsyncResponseStream` is a handle on it and can go at any time.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        lane: ClientLane,
+        request: CallRequest,
+        selection: Selection,
+        context: ContextState | None,
+        *,
+        annotated: bool,
+    ) -> None:
+        self._loop = loop
+        self._lane = lane
+        self._request = request
+        self._selection = selection
+        self._context = context
+        self._annotated = annotated
+        self._pid = os.getpid()
+        self._inbox = Inbox(loop, self._on_full)
+        self._handle: CallHandle | None = None
+        self._record: EndpointRecord | None = None
+        self._established: asyncio.Future[None] | None = None
+        self._stop_watching: Callable[[], None] | None = None
+        self._readers: set[asyncio.Task[Any]] = set()
+        self._counted: int | None = None
+        self._stop_timer: asyncio.TimerHandle | None = None
+        self._streaming = False
+        self._stopped = False
+        self._over = False
+
+    @property
+    def instance_id(self) -> int | None:
+        return self._record.instance_id if self._record else None
+
+    # Making the call.
+
+    async def start(self) -> None:
+        """Find an instance that takes the call; returns when its handler runs.
+
+        Raises:
+            CallError: nobody took it.
+        """
+        if self._context is not None:
+            self._context.subscribe(self._on_context)
+        try:
+            await self._start()
+        except BaseException:
+            self._cancel()
+            raise
+        if self._handle is None:
+            # Stopped before anything was sent: the caller gets an empty stream.
+            self._cancel()
+
+    async def _start(self) -> None:
+        tried: set[int] = set()
+        failure: CallError | None = None
+        while not self._stopped:
+            try:
+                record = self._selection.choose(frozenset(tried))
+            except NoInstances:
+                if failure is None:
+                    raise
+                # Those that are left were tried: the first hand account says more.
+                raise failure from failure.__cause__
+            tried.add(record.instance_id)
+            try:
+                await self._attempt(record)
+            except CallError as error:
+                self._note(error, record, len(tried))
+                if not error.retryable or self._selection.fixed:
+                    raise
+                failure = error
+            else:
+                return
+
+    def _note(self, error: CallError, record: EndpointRecord, attempts: int) -> None:
+        error.instance_id = record.instance_id
+        error.attempts = attempts
+        if isinstance(error, ConnectionFailed):
+            self._selection.withdraw(record.instance_id)
+            self._selection.instances.suspect(record.instance_id, self._lane.probe)
+        elif error.retry_after is not None:
+            self._selection.overload(record.instance_id, error.retry_after)
+        _log.debug("call %s: %s", self._request.call_id, error)
+
+    async def _attempt(self, record: EndpointRecord) -> None:
+        self._record = record
+        self._count(record.instance_id)
+        established = self._established = self._loop.create_future()
+        forget = self._selection.instances.watch_removal(
+            record.instance_id, self._on_removed
+        )
+        try:
+            self._handle = await self._lane.open(record, self._request, self)
+            if self._stopped:
+                self._handle.stop()
+            await established
+        except BaseException:
+            if self._handle is not None:
+                self._handle.kill()
+                self._handle = None
+            self._count(None)
+            raise
+        finally:
+            forget()
+            self._established = None
+            if established.done() and not established.cancelled():
+                established.exception()
+
+    def _count(self, instance_id: int | None) -> None:
+        """Count the call for this instance and no other."""
+        if self._counted is not None:
+            self._selection.give_back(self._counted)
+        self._counted = instance_id
+        if instance_id is not None:
+            self._selection.take(instance_id)
+
+    def _settle(self, error: Exception | None) -> None:
+        """Let the awaited call go on."""
+        established = self._established
+        if established is None or established.done():
+            return
+        if error is None:
+            established.set_result(None)
+        else:
+            established.set_exception(error)
+
+    def _on_removed(self) -> None:
+        if self._handle is not None:
+            self._handle.kill()
+        self._settle(
+            WorkerLost(
+                "Unavailable: Worker disconnected before response stream was "
+                "established",
+                facts={"reason": "the instance left discovery"},
+            )
+        )
+
+    # CallEvents: what the lane reports.
+
+    def on_reached(self) -> None:
+        """Nothing waits for this alone."""
+
+    def on_started(self) -> None:
+        self._streaming = True
+        self._settle(None)
+
+    def on_refused(self, error: Exception, *, inhibits: bool) -> None:
+        if inhibits and self._record is not None:
+            self._selection.withdraw(self._record.instance_id)
+        self._settle(error)
+
+    def on_item(self, item: AnnotatedItem, size_bytes: int) -> None:
+        if self._annotated:
+            self._inbox.put(Annotated._of(item), size_bytes)
+        elif item.data is not None:
+            self._inbox.put(item.data, size_bytes)
+
+    def on_failed(self, error: ErrorObject) -> None:
+        if inhibits(error) and self.instance_id is not None:
+            self._selection.withdraw(self.instance_id)
+        self._finish(exception_of_error(error, instance_id=self.instance_id))
+
+    def on_ended(self) -> None:
+        self._finish(None)
+
+    def on_lost(self, text: str) -> None:
+        if self._stopped:
+            self._finish(None)
+            return
+        if self._record is not None:
+            self._selection.withdraw(self._record.instance_id)
+            self._selection.instances.suspect(
+                self._record.instance_id, self._lane.probe
+            )
+        if not self._streaming:
+            self._settle(
+                WorkerLost(
+                    "Unavailable: Worker disconnected before response stream was "
+                    "established"
+                )
+            )
+            return
+        self._finish(
+            StreamBroken(f"Unavailable: {text}", instance_id=self.instance_id)
+        )
+
+    def _finish(self, error: Exception | None) -> None:
+        """The stream is over; what was received can still be read."""
+        self._over = True
+        self._inbox.end(error)
+        self._settle(None)
+        self._release()
+
+    def _release(self) -> None:
+        self._count(None)
+        if self._stop_timer is not None:
+            self._stop_timer.cancel()
+        if self._context is not None:
+            self._context.unsubscribe(self._on_context)
+        readers, self._readers = self._readers, set()
+        for reader in readers:
+            reader.remove_done_callback(self._on_reader_done)
+
+    # Stopping and cancelling.
+
+    def _on_context(self, killed: bool) -> None:
+        """The context was stopped or killed, in whatever thread."""
+        on_loop(self._loop, self.cancel if killed else self._stop)
+
+    def _stop(self) -> None:
+        """Nobody wants more: end after what has arrived."""
+        if self._stopped or self._over:
+            return
+        self._stopped = True
+        if self._handle is not None:
+            self._handle.stop()
+        if self._streaming:
+            self._stop_timer = self._loop.call_later(_STOP_LIMIT_S, self._give_up)
+        else:
+            # No stream yet, and none needed: the caller gets an empty one, and the lane
+            # alone sees to it that the worker hears of the stop.
+            self._finish(None)
+
+    def _give_up(self) -> None:
+        """The worker did not end a stopped stream: end it here."""
+        if self._handle is not None:
+            self._handle.kill()
+        self._finish(None)
+
+    def cancel(self) -> None:
+        """End the call from whatever thread."""
+        on_loop(self._loop, self._cancel)
+
+    def _cancel(self) -> None:
+        if self._over:
+            self._inbox.end(None, discard=True)
+            return
+        self._over = True
+        self._stopped = True
+        if self._handle is not None:
+            self._handle.kill()
+        self._inbox.end(None, discard=True)
+        self._settle(None)
+        self._release()
+
+    def dropped(self) -> None:
+        """The user's last reference went; any thread, perhaps after the loop closed."""
+        if not self._over and os.getpid() == self._pid:
+            self.cancel()
+
+    # Reading.
+
+    def step(self) -> asyncio.Future[Any]:
+        """The next item; remembers who reads, for `_on_reader_done`."""
+        if not self._over:
+            reader = asyncio.current_task()
+            if reader is not None and reader not in self._readers:
+                self._readers.add(reader)
+                reader.add_done_callback(self._on_reader_done)
+        return self._inbox.step()
+
+    def _on_reader_done(self, reader: asyncio.Task[Any]) -> None:
+        self._readers.discard(reader)
+        if reader.cancelled():
+            self.cancel()
+
+    def _on_full(self, full: bool) -> None:
+        if self._handle is None or self._over:
+            return
+        if full:
+            self._handle.pause()
+        else:
+            self._handle.resume()

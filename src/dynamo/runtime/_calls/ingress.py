@@ -1,0 +1,479 @@
+"""One incoming request: admit, decode, run the handler, stream its items, end.
+
+Owns the tasks that drive handlers.  Only the task that drives a handler closes it::
+
+    stop or kill --> the context says so, the reply is closed
+                 --> grace: the handler may end by itself
+                 --> its task is cancelled, the generator closed, bounded
+                 --> what does not end is reported by name
+
+Knows no lane's bytes; answers through a `ReplyStream`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+from dynamo.runtime._calls.context import Context, ContextState
+from dynamo.runtime._calls.handlers import Handler, ShapeError
+from dynamo.runtime._calls.streams import Annotated, on_loop
+from dynamo.runtime._transports.connection import spawn
+from dynamo.runtime._wire.callhome import OVERLOADED_TEXT
+from dynamo.runtime._wire.faults import (
+    error_of_envelope,
+    error_of_exception,
+    error_of_refusal,
+    error_of_unsendable,
+)
+from dynamo.runtime._wire.payload import decode_value, encode_annotated
+from dynamo.runtime.errors import CallError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from dynamo.runtime._config import RuntimeConfig
+    from dynamo.runtime._transports import IncomingCall, IncomingRequest, ReplyStream
+    from dynamo.runtime._wire.faults import ErrorObject
+
+_log = logging.getLogger("dynamo.runtime.ingress")
+
+_ENVELOPE_MARK = "_dynamo_annotated"
+# A handler that never awaits gives way to the loop after this many bytes of items.
+_GIVE_WAY_BYTES = 64 * 1024
+# A handler that has not looked at its context since it was stopped does not know.
+_UNAWARE_GRACE_S = 0.05
+
+
+class Admission:
+    """How many requests of a worker run at once, and how many more may wait."""
+
+    def __init__(self, running: int, waiting: int) -> None:
+        self._running_limit = running
+        # The genuine worker holds one more than its queue: the one next in turn.
+        self._waiting_limit = waiting + 1
+        self._running = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._reserved = 0
+
+    def reserve(self) -> bool:
+        """Take a place for a new request; False if the worker is full."""
+        room = self._running_limit + self._waiting_limit
+        if self._reserved >= room:
+            return False
+        self._reserved += 1
+        return True
+
+    def release(self, *, ran: bool) -> None:
+        """Give the place back; ``ran`` if the request had got to run."""
+        self._reserved -= 1
+        if not ran:
+            return
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._running -= 1
+
+    async def run(self) -> None:
+        """Wait for the turn of a request that has a place."""
+        if self._running < self._running_limit:
+            self._running += 1
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                # The turn came in the same moment: pass it on.
+                self._reserved += 1
+                self.release(ran=True)
+            raise
+
+
+class EndpointIngress:
+    """All requests of one served endpoint.
+
+    Args:
+        loop: The home loop, on which handlers run.
+        path: What the requests name; for log lines and refusals.
+        handler: The user's callable.
+        admission: Shared by all endpoints of the worker.
+        base: The context variables with which every call starts.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        path: str,
+        handler: Handler,
+        config: RuntimeConfig,
+        admission: Admission,
+        base: contextvars.Context,
+    ) -> None:
+        self.loop = loop
+        self.path = path
+        self.handler = handler
+        self.config = config
+        self.admission = admission
+        self._base = base
+        self._runs: set[_Run] = set()
+        self._draining = False
+        self._idle: list[asyncio.Future[None]] = []
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._runs)
+
+    def offer(self, call: IncomingCall) -> str:
+        """Take a request, or return the text with which it is refused."""
+        if self._draining:
+            return f"Server unavailable: endpoint {self.path} is draining"
+        if not self.admission.reserve():
+            return OVERLOADED_TEXT
+        run = _Run(self, call)
+        self._runs.add(run)
+        run.begin(self._base)
+        return ""
+
+    def ended(self, run: _Run) -> None:
+        """A request is over, whatever way."""
+        self._runs.discard(run)
+        if not self._runs:
+            waiting, self._idle = self._idle, []
+            for waiter in waiting:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def refuse_new(self) -> None:
+        """Take no more requests; those in flight go on."""
+        self._draining = True
+
+    async def idle(self) -> None:
+        """Wait until no request is in flight."""
+        if self._runs:
+            waiter = self.loop.create_future()
+            self._idle.append(waiter)
+            await waiter
+
+    def stop_all(self, *, killed: bool) -> None:
+        """Stop, or kill, every request in flight."""
+        for run in list(self._runs):
+            run.on_stop(killed=killed)
+
+
+class _Run:
+    """One request from its ack to the end of its answer (the lane's `ReplyEvents`)."""
+
+    def __init__(self, endpoint: EndpointIngress, call: IncomingCall) -> None:
+        self._endpoint = endpoint
+        self._loop = endpoint.loop
+        self._call = call
+        self._state: ContextState | None = None
+        self._reply: ReplyStream | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._codec = "msgpack"
+        self._over = False
+        self._ran = False
+
+    def begin(self, base: contextvars.Context) -> None:
+        self._task = spawn(self._loop, self._run(), base)
+        # Not in the coroutine: a task cancelled before its first step never runs it.
+        self._task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._endpoint.admission.release(ran=self._ran)
+        if self._state is not None:
+            self._state.unsubscribe(self._on_context)
+        if self._reply is not None and not self._over:
+            # Reached only when the task was cut off before it could end the stream.
+            self._reply.drop()
+        self._endpoint.ended(self)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error(
+                "request on %s ended in a bug of the runtime",
+                self._endpoint.path,
+                exc_info=task.exception(),
+            )
+
+    # ReplyEvents
+
+    def on_stop(self, *, killed: bool) -> None:
+        if self._state is None:
+            if self._task is not None:
+                self._task.cancel()
+        elif killed:
+            self._state.kill()
+        else:
+            self._state.stop()
+
+    def on_writable(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+
+    # Stopping
+
+    def _on_context(self, killed: bool) -> None:
+        """The context was stopped: by the caller, by a parent call, by the handler."""
+        on_loop(self._loop, self._stop)
+
+    def _stop(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        if self._reply is not None:
+            self._reply.drop()
+        self.on_writable()
+        if self._ran:
+            self._timer = self._loop.call_later(_UNAWARE_GRACE_S, self._grace_over)
+        elif self._task is not None:
+            self._task.cancel()
+
+    def _grace_over(self) -> None:
+        """Cancel a handler that does not know; leave time to one that does."""
+        assert self._state is not None
+        rest_s = self._endpoint.config.cancel_grace_s - _UNAWARE_GRACE_S
+        if self._state.noticed and rest_s > 0:
+            self._timer = self._loop.call_later(rest_s, self._cancel)
+        else:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._timer = self._loop.call_later(
+            self._endpoint.config.close_timeout_s, self._report_stubborn
+        )
+
+    def _report_stubborn(self) -> None:
+        _log.error(
+            "handler %s of %s does not end: it was stopped, then cancelled, and %g s "
+            "later still runs; does it swallow CancelledError?",
+            self._endpoint.handler.name,
+            self._endpoint.path,
+            self._endpoint.config.close_timeout_s,
+        )
+        if self._task is not None:
+            self._task.cancel()
+
+    # Running
+
+    async def _run(self) -> None:
+        try:
+            request = self._call.decode()
+        except RemoteProtocolError as error:
+            await self._answer_unreadable(error)
+            return
+        self._codec = request.codec
+        state = self._state = ContextState(
+            request.call_id, request.metadata, request.trace
+        )
+        state.subscribe(self._on_context)
+        self._reply = await self._open()
+        if self._reply is None:
+            return
+        await self._endpoint.admission.run()
+        self._ran = True
+        await self._answer(request, self._reply, Context._of(state))
+
+    async def _open(self) -> ReplyStream | None:
+        try:
+            return await self._call.open(self)
+        except CallError as error:
+            _log.warning(
+                "cannot answer a request on %s: %s (%s); is the address that the "
+                "client announced reachable from here? "
+                "DYN_TCP_RESPONSE_STREAM_HOST sets it there",
+                self._endpoint.path,
+                error,
+                error.facts.get("reason"),
+            )
+            self._over = True
+            return None
+
+    async def _answer_unreadable(self, error: RemoteProtocolError) -> None:
+        """A request that makes no sense gets an error, not silence."""
+        _log.warning("unreadable request on %s: %s", self._endpoint.path, error)
+        self._state = ContextState("", {})
+        reply = await self._open()
+        if reply is not None:
+            self._reply = reply
+            reply.start()
+            self._fail(reply, error_of_exception(ValueError(str(error))))
+
+    async def _answer(
+        self, request: IncomingRequest, reply: ReplyStream, context: Context
+    ) -> None:
+        if self._over:
+            return
+        try:
+            value = decode_value(request.body, request.codec)
+        except RemoteProtocolError as error:
+            await self._refuse_value(reply, error)
+            return
+        try:
+            iterator = self._endpoint.handler.call(value, context)
+        except ShapeError as error:
+            reply.refuse(*error_of_refusal(error.cause))
+            self._over = True
+            return
+        except BaseException as error:  # noqa: BLE001 - whatever the user's code raises
+            reply.start()
+            self._handler_failed(reply, error)
+            return
+        del value
+        reply.start()
+        try:
+            await self._stream(iterator, reply)
+        finally:
+            await self._close(iterator)
+
+    async def _close(self, iterator: AsyncIterator[Any]) -> None:
+        """Let a generator run its ``finally`` here and now, in the task that drove it."""
+        aclose: Callable[[], Any] | None = getattr(iterator, "aclose", None)
+        if aclose is None:
+            return
+        if self._timer is None:
+            self._timer = self._loop.call_later(
+                self._endpoint.config.close_timeout_s, self._report_stubborn
+            )
+        try:
+            await aclose()
+        except Exception:
+            _log.exception(
+                "handler %s of %s failed while it was being closed",
+                self._endpoint.handler.name,
+                self._endpoint.path,
+            )
+
+    async def _refuse_value(
+        self, reply: ReplyStream, error: RemoteProtocolError
+    ) -> None:
+        _log.warning("unreadable request on %s: %s", self._endpoint.path, error)
+        reply.start()
+        self._fail(reply, error_of_exception(ValueError(str(error))))
+
+    async def _stream(self, iterator: AsyncIterator[Any], reply: ReplyStream) -> None:
+        """Send what the handler yields until it ends, fails, or nobody wants more."""
+        unseen_bytes = 0
+        try:
+            async for value in iterator:
+                if self._over:
+                    return
+                body, failure = self._encode(value)
+                if failure is not None:
+                    self._fail(reply, failure)
+                    return
+                reply.item(body)
+                if reply.paused:
+                    await self._until_writable(reply)
+                unseen_bytes += len(body)
+                if unseen_bytes >= _GIVE_WAY_BYTES:
+                    unseen_bytes = 0
+                    await asyncio.sleep(0)
+        except BaseException as error:  # noqa: BLE001 - whatever the user's code raises
+            self._handler_failed(reply, error)
+            return
+        if not self._over:
+            self._over = True
+            reply.finish()
+
+    async def _until_writable(self, reply: ReplyStream) -> None:
+        while reply.paused and not self._over:
+            self._writable = self._loop.create_future()
+            await self._writable
+
+    def _handler_failed(self, reply: ReplyStream, error: BaseException) -> None:
+        """Report what the handler raised; cancellation and exits also go on."""
+        if not self._over:
+            _log.error(
+                "handler %s of %s failed",
+                self._endpoint.handler.name,
+                self._endpoint.path,
+                exc_info=error,
+            )
+            self._fail(reply, error_of_exception(error))
+        if isinstance(error, (asyncio.CancelledError, KeyboardInterrupt, SystemExit)):
+            raise error
+
+    def _fail(self, reply: ReplyStream, error: ErrorObject) -> None:
+        if self._over:
+            return
+        self._over = True
+        reply.item(encode_annotated(self._codec, event="error", error=error, has_data=False))
+        reply.finish()
+
+    # Items
+
+    def _encode(self, value: object) -> tuple[bytes, ErrorObject | None]:
+        """The bytes of an item, or the error that ends the stream in its place."""
+        try:
+            if type(value) is Annotated:
+                item = value._item
+                return encode_annotated(
+                    self._codec,
+                    item.data,
+                    id=item.id,
+                    event=item.event,
+                    comment=item.comment,
+                    has_data=item.data is not None,
+                ), None
+            if isinstance(value, dict) and value.get(_ENVELOPE_MARK):
+                return self._encode_envelope(value)
+            return encode_annotated(self._codec, value), None
+        except (TypeError, ValueError, OverflowError) as error:
+            text = f"{type(error).__name__}: {error}"
+            _log.error(
+                "handler %s of %s yielded something that cannot be sent: %s",
+                self._endpoint.handler.name,
+                self._endpoint.path,
+                text,
+            )
+            return b"", error_of_unsendable(str(error))
+
+    def _encode_envelope(
+        self, envelope: dict[str, Any]
+    ) -> tuple[bytes, ErrorObject | None]:
+        event = envelope.get("event")
+        comment = envelope.get("comment")
+        complaint = _envelope_complaint(event, comment, envelope.get("id"))
+        if complaint is not None:
+            return b"", error_of_envelope(None, [complaint])
+        if event == "error":
+            return b"", error_of_envelope(envelope.get("error"), comment)
+        data = envelope.get("data")
+        return encode_annotated(
+            self._codec,
+            data,
+            id=envelope.get("id"),
+            event=event,
+            comment=list(comment) if comment is not None else None,
+            has_data=data is not None,
+        ), None
+
+
+def _envelope_complaint(event: object, comment: object, id: object) -> str | None:
+    """What is wrong with the fields of an envelope, in the words of the genuine one."""
+    head = (
+        "critical error: invalid response object from Python async generator; "
+        "application-logic-mismatch: TypeError: "
+    )
+    for value in (event, id):
+        if value is not None and not isinstance(value, str):
+            kind = type(value).__name__
+            return f"{head}'{kind}' object cannot be converted to 'PyString'"
+    if comment is None:
+        return None
+    if not isinstance(comment, (list, tuple)):
+        return f"{head}comment must be a list of str, not {type(comment).__name__}"
+    if not all(isinstance(line, str) for line in comment):
+        return f"{head}comment must be a list of str"
+    return None

@@ -1,0 +1,330 @@
+"""What users iterate: response streams, request streams, items.
+
+Owns the hand-over of items from the home loop to whoever reads, in whatever loop.
+Knows nothing of calls beyond the small interface `StreamCore`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
+
+from dynamo.runtime._sealed import Sealed, Unconstructible, override
+from dynamo.runtime._wire.payload import AnnotatedItem
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future as ConcurrentFuture
+    from types import TracebackType
+
+T = TypeVar("T")
+
+# Beyond this the lane is asked to pause, below the lower mark to go on.  Bytes are
+# counted as they came; the count starts anew whenever everything was read.
+_FULL_ITEMS = 64
+_FULL_BYTES = 1024 * 1024
+_LOW_ITEMS = 16
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
+    """Run a quick call on ``loop``: now if that is where we are, else soon.
+
+    A loop that was closed takes no calls; whatever it served has ended with it.
+    """
+    try:
+        if asyncio.get_running_loop() is loop:
+            call(*args)
+            return
+    except RuntimeError:
+        pass
+    try:
+        loop.call_soon_threadsafe(call, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+
+
+@final
+class Annotated(Sealed):
+    """One item of a response stream with its envelope.
+
+    Args:
+        data: The payload.
+
+    Example:
+        >>> item = Annotated({"token": 5})
+        >>> item.data(), item.event(), item.is_error()
+        ({'token': 5}, None, False)
+    """
+
+    __slots__ = ("_has_data", "_item")
+
+    def __init__(self, data: object) -> None:
+        self._item = AnnotatedItem(data=data)
+        self._has_data = True
+
+    @classmethod
+    def _of(cls, item: AnnotatedItem) -> Annotated:
+        self = cls.__new__(cls)
+        self._item = item
+        self._has_data = item.data is not None
+        return self
+
+    def data(self) -> Any:
+        """The payload, the same object each time; None if the item has none."""
+        return self._item.data
+
+    def event(self) -> str | None:
+        """The name of the event, or None."""
+        return self._item.event
+
+    def comments(self) -> list[str] | None:
+        """The comments, or None."""
+        return self._item.comment
+
+    def id(self) -> str | None:
+        """The id of the item, or None."""
+        return self._item.id
+
+    def is_error(self) -> bool:
+        """Always False: an error is raised by the stream, never delivered."""
+        return False
+
+    def __repr__(self) -> str:
+        if not self._has_data:
+            data = "<no_data>"
+        else:
+            try:
+                data = repr(self._item.data)
+            except Exception:  # noqa: BLE001 - repr of a user's object may do anything
+                data = "<failed_repr>"
+        comments = json.dumps(self._item.comment or [], ensure_ascii=False)
+        return (
+            f"Annotated(data={data}, event={self._item.event}, "
+            f"comment={comments}, id={self._item.id})"
+        )
+
+
+class _Step(asyncio.Future[Any]):
+    """A wait for the next item that loses none when the waiting task is cancelled.
+
+    The task may be cancelled in the very turn in which the item arrived: the future is
+    done, yet the task never sees the result.  Then the item goes back.
+    """
+
+    _inbox: Inbox
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        try:
+            return (yield from super().__await__())
+        except asyncio.CancelledError:
+            if self.done() and not self.cancelled():
+                self._inbox.take_back(self)
+            raise
+
+    __iter__ = __await__
+
+
+class Inbox:
+    """Items that arrived and were not read yet, or readers that wait for some.
+
+    Everything but `step` belongs to the home loop.  Each item goes to one reader.
+    """
+
+    __slots__ = (
+        "_bytes",
+        "_ended",
+        "_error",
+        "_full",
+        "_home",
+        "_items",
+        "_on_full",
+        "_waiters",
+    )
+
+    def __init__(
+        self, home: asyncio.AbstractEventLoop, on_full: Callable[[bool], None]
+    ) -> None:
+        self._home = home
+        self._on_full = on_full
+        self._items: deque[Any] = deque()
+        self._bytes = 0
+        self._waiters: deque[_Step] = deque()
+        self._ended = False
+        self._error: Exception | None = None
+        self._full = False
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def put(self, item: object, size_bytes: int) -> None:
+        """Hand an item to the first reader that still waits, or keep it."""
+        if self._ended:
+            return
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(item)
+                return
+        self._items.append(item)
+        self._bytes += size_bytes
+        if not self._full and (
+            len(self._items) >= _FULL_ITEMS or self._bytes >= _FULL_BYTES
+        ):
+            self._full = True
+            self._on_full(True)
+
+    def end(self, error: Exception | None, *, discard: bool = False) -> None:
+        """No more items: after those that are here comes ``error`` once, or the end."""
+        if self._ended:
+            return
+        self._ended = True
+        self._error = error
+        if discard:
+            self._items.clear()
+        waiters, self._waiters = self._waiters, deque()
+        for waiter in waiters:
+            if not waiter.done():
+                _fail(waiter, self._next_end())
+
+    def _next_end(self) -> Exception:
+        error, self._error = self._error, None
+        return error or StopAsyncIteration("Stream exhausted")
+
+    def step(self) -> asyncio.Future[Any]:
+        """A future of the next item, in the running loop.
+
+        Raises:
+            RuntimeError: no loop is running.
+        """
+        loop = asyncio.get_running_loop()
+        if loop is not self._home:
+            return self._step_elsewhere(loop)
+        if self._items:
+            future = loop.create_future()
+            future.set_result(self._items.popleft())
+            self._made_room()
+            return future
+        if self._ended:
+            return _fail(loop.create_future(), self._next_end())
+        waiter = _Step(loop=loop)
+        waiter._inbox = self
+        while self._waiters and self._waiters[-1].done():
+            # A reader that gave up, perhaps the same one many times in a row.
+            self._waiters.pop()
+        self._waiters.append(waiter)
+        return waiter
+
+    def _made_room(self) -> None:
+        if not self._items:
+            self._bytes = 0
+        if self._full and len(self._items) <= _LOW_ITEMS and not self._bytes >= _FULL_BYTES:
+            self._full = False
+            self._on_full(False)
+
+    def take_back(self, step: asyncio.Future[Any] | ConcurrentFuture[Any]) -> None:
+        """Undo a hand-over that its reader never saw."""
+        error = step.exception()
+        if error is None:
+            self._items.appendleft(step.result())
+        elif isinstance(error, Exception) and not isinstance(error, StopAsyncIteration):
+            self._error = error
+
+    def _step_elsewhere(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Any]:
+        """The same for a reader in another loop: ask at home, bring the answer here."""
+        inner = asyncio.run_coroutine_threadsafe(self._next(), self._home)
+        outer = asyncio.wrap_future(inner, loop=loop)
+
+        def gave_up(outer: asyncio.Future[Any]) -> None:
+            if outer.cancelled() and inner.done() and not inner.cancelled():
+                on_loop(self._home, self.take_back, inner)
+
+        outer.add_done_callback(gave_up)
+        return outer
+
+    async def _next(self) -> Any:
+        return await self.step()
+
+
+def _fail(future: asyncio.Future[T], error: BaseException) -> asyncio.Future[T]:
+    """Set an error, and ask for it once: a reader that left is no reason to complain."""
+    future.set_exception(error)
+    future.exception()
+    return future
+
+
+class StreamCore(Protocol):
+    """What a response stream needs of its call."""
+
+    @property
+    def instance_id(self) -> int | None: ...
+
+    def step(self) -> asyncio.Future[Any]: ...
+
+    def cancel(self) -> None: ...
+
+    def dropped(self) -> None: ...
+
+
+@final
+class AsyncResponseStream(Unconstructible):
+    """The items of one call, in order; made by the request methods of a `Client`.
+
+    Iterate it with ``async for``.  Each item is an `Annotated`, or the bare data if the
+    call was made with ``annotated=False``.  An error of the handler or of the
+    connection is raised in the place where the next item would be; after it, and after
+    the end, the stream is exhausted.
+
+    The call is cancelled, and the handler told so at once, when the stream is closed
+    (`aclose`, `cancel`, the end of ``async with``), when the last reference to it goes,
+    or when a task that reads it ends as cancelled.  Leaving a loop with ``break`` alone
+    changes nothing: reading may go on.
+    """
+
+    __slots__ = ("_core",)
+
+    _core: StreamCore
+
+    @classmethod
+    def _of(cls, core: StreamCore) -> AsyncResponseStream:
+        self = cls.__new__(cls)
+        self._core = core
+        return self
+
+    @property
+    def instance_id(self) -> int | None:
+        """The instance that answers, or None if the call was stopped before."""
+        return self._core.instance_id
+
+    def __aiter__(self) -> AsyncResponseStream:
+        return self
+
+    def __anext__(self) -> asyncio.Future[Any]:
+        return self._core.step()
+
+    def cancel(self) -> None:
+        """Cancel the call now.  Items that were not read are lost.  Any thread."""
+        self._core.cancel()
+
+    async def aclose(self) -> None:
+        """Cancel the call; the stream is exhausted afterwards."""
+        self._core.cancel()
+
+    async def __aenter__(self) -> AsyncResponseStream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        core = getattr(self, "_core", None)
+        if core is not None:
+            core.dropped()

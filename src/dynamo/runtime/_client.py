@@ -1,0 +1,448 @@
+"""Client: the public methods that call an endpoint, and whom this client avoids.
+
+Owns the choice of an instance for each call (rotation, withdrawal, overload marks of
+this one client).  The list of instances is shared; the call itself is `egress`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+from dynamo.runtime._calls.context import Context, new_id
+from dynamo.runtime._calls.egress import OutgoingCall, Selection
+from dynamo.runtime._calls.streams import AsyncResponseStream
+from dynamo.runtime._discovery.instances import Instance
+from dynamo.runtime._routing.policies import (
+    RoundRobin,
+    RouterMode,
+    choose_least_loaded,
+    choose_power_of_two,
+    choose_random,
+)
+from dynamo.runtime._sealed import Unconstructible
+from dynamo.runtime._transports import CallRequest
+from dynamo.runtime._wire.payload import encode_value
+from dynamo.runtime.errors import (
+    InstanceNotFound,
+    NoInstances,
+    NoInstancesInTime,
+    Overloaded,
+    RuntimeClosed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dynamo.runtime._discovery.instances import InstanceSet
+    from dynamo.runtime._transports import ClientLane
+    from dynamo.runtime._wire.records import EndpointRecord
+
+_log = logging.getLogger("dynamo.runtime.client")
+
+T = TypeVar("T")
+_MAX_ID = 2**64 - 1
+
+
+class ClientHome:
+    """What all clients of one endpoint in one runtime share.
+
+    Args:
+        loop: The home loop.
+        lane: The way to the instances.
+        instances: The live view of the endpoint.
+        inhibited_s: For how many seconds an instance is avoided after a fault.
+        run: Runs a coroutine on the home loop for whatever loop is running.
+
+    Attributes:
+        in_flight: Calls per instance id.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        lane: ClientLane,
+        instances: InstanceSet,
+        inhibited_s: float,
+        run: Callable[[Coroutine[Any, Any, Any]], asyncio.Future[Any]],
+    ) -> None:
+        self.loop = loop
+        self.lane = lane
+        self.instances = instances
+        self.in_flight: dict[int, int] = {}
+        self.inhibited_s = inhibited_s
+        self.run = run
+
+
+class _Avoided:
+    """Instances that this client leaves out for a while, each with a time of its own.
+
+    An instance that re-registers, also under its old id, starts with a clean slate.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._until: dict[int, tuple[float, EndpointRecord]] = {}
+
+    def add(self, record: EndpointRecord | None, duration_s: float) -> None:
+        if record is not None and duration_s > 0:
+            self._until[record.instance_id] = (self._now() + duration_s, record)
+
+    def __contains__(self, record: EndpointRecord) -> bool:
+        if not self._until:
+            return False
+        until, avoided = self._until.get(record.instance_id, (0.0, record))
+        if until > self._now() and avoided is record:
+            return True
+        self._until.pop(record.instance_id, None)
+        return False
+
+    def next_end_s(self) -> float | None:
+        """Seconds until the first of them is back, or None if there is none."""
+        if not self._until:
+            return None
+        return min(until for until, _ in self._until.values()) - self._now()
+
+
+class _Chooser:
+    """The choice of one client among the instances of its endpoint."""
+
+    def __init__(self, home: ClientHome) -> None:
+        self.home = home
+        self.withdrawn = _Avoided(home.loop.time)
+        self.overloaded = _Avoided(home.loop.time)
+        self._rotation = RoundRobin()
+        self._random = random.Random()  # noqa: S311 - no secrets here
+
+    def routable(self) -> list[EndpointRecord]:
+        """Listed, answering as far as we know, and not withdrawn."""
+        usable = self.home.instances.usable
+        return [one for one in usable if one not in self.withdrawn]
+
+    def free(self, tried: frozenset[int]) -> list[EndpointRecord]:
+        """Those that may get a call now.
+
+        Raises:
+            Overloaded: the routable ones all asked to be left alone for a moment.
+            NoInstances: there is nobody.
+        """
+        routable = [r for r in self.routable() if r.instance_id not in tried]
+        free = [r for r in routable if r not in self.overloaded]
+        if free:
+            return free
+        if routable and not tried:
+            raise Overloaded(
+                "CapacityExhausted: All workers are busy, please retry later",
+                phase="choose",
+                retry_after=self.overloaded.next_end_s(),
+            )
+        raise self._nobody()
+
+    def _nobody(self) -> NoInstances:
+        instances = self.home.instances
+        listed = instances.records
+        withdrawn = [r.instance_id for r in listed if r in self.withdrawn]
+        suspect = [r.instance_id for r in listed if instances.is_suspect(r.instance_id)]
+        detail = ""
+        if listed:
+            detail = (
+                f" ({len(listed)} listed: {len(withdrawn)} withdrawn after a fault, "
+                f"{len(suspect)} not answering)"
+            )
+        return NoInstances(
+            f"Unavailable: No workers available for endpoint {instances.name}{detail}",
+            facts={
+                "listed": len(listed),
+                "withdrawn": withdrawn,
+                "suspect": suspect,
+            },
+        )
+
+    # The policies, each as a `Choose`.
+
+    def round_robin(self, tried: frozenset[int]) -> EndpointRecord:
+        return self._rotation.choose(self.free(tried))
+
+    def random(self, tried: frozenset[int]) -> EndpointRecord:
+        return choose_random(self.free(tried), self._random.randrange)
+
+    def power_of_two(self, tried: frozenset[int]) -> EndpointRecord:
+        return choose_power_of_two(
+            self.free(tried), self.home.in_flight, self._random.randrange
+        )
+
+    def least_loaded(self, tried: frozenset[int]) -> EndpointRecord:
+        return choose_least_loaded(
+            self.free(tried), self.home.in_flight, self._random.randrange
+        )
+
+    def exactly(self, instance_id: int) -> Callable[[frozenset[int]], EndpointRecord]:
+        """That instance, also if it is being avoided."""
+
+        def choose(tried: frozenset[int]) -> EndpointRecord:
+            record = self.home.instances.get(instance_id)
+            if record is None:
+                raise InstanceNotFound(
+                    f"Unavailable: instance_id={instance_id} not found for endpoint "
+                    f"{self.home.instances.name}",
+                    instance_id=instance_id,
+                )
+            return record
+
+        return choose
+
+    def selection(self, choose: Callable[[frozenset[int]], EndpointRecord], *, fixed: bool = False) -> Selection:
+        return Selection(
+            choose,
+            self.home.instances,
+            self.home.in_flight,
+            self._withdraw,
+            self._overload,
+            fixed=fixed,
+        )
+
+    def _withdraw(self, instance_id: int) -> None:
+        record = self.home.instances.get(instance_id)
+        self.withdrawn.add(record, self.home.inhibited_s)
+
+    def _overload(self, instance_id: int, duration_s: float) -> None:
+        self.overloaded.add(self.home.instances.get(instance_id), duration_s)
+
+    async def wait_at_most(self, timeout_s: float | None) -> list[int]:
+        """The routable ids, or an error that says who is there but cannot be called."""
+        try:
+            return await asyncio.wait_for(self.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            nobody = self._nobody()
+            raise NoInstancesInTime(
+                f"{nobody}: waited {timeout_s:g} s", facts=nobody.facts
+            ) from None
+
+    async def wait(self) -> list[int]:
+        """The routable ids, as soon as there are any."""
+        while True:
+            routable = self.routable()
+            if routable:
+                return [one.instance_id for one in routable]
+            if self.home.instances.closed:
+                raise RuntimeClosed("channel closed: the runtime was shut down")
+            await self._change()
+
+    async def _change(self) -> None:
+        """Until the list changes or somebody who was withdrawn is back."""
+        changed = self.home.loop.create_future()
+
+        def wake() -> None:
+            if not changed.done():
+                changed.set_result(None)
+
+        unsubscribe = self.home.instances.subscribe(wake)
+        back_s = self.withdrawn.next_end_s()
+        timer = None
+        if back_s is not None:
+            timer = self.home.loop.call_later(max(back_s, 0.0) + 0.001, wake)
+        try:
+            await changed
+        finally:
+            unsubscribe()
+            if timer is not None:
+                timer.cancel()
+
+
+@final
+class Client(Unconstructible):
+    """Calls one endpoint; made by `Endpoint.client`.
+
+    Every request method takes the request, whether items come with their envelope
+    (``annotated``, True by default; None means False) and optionally a `Context`, and
+    returns a future of an `AsyncResponseStream`.  The future resolves when the handler
+    has been started, before its first item.
+
+    A call that certainly did not reach a handler (no connection, refused) goes to
+    another instance by itself; `direct` never does.
+
+    All methods may be called from any running loop; the loop on which the runtime was
+    made is the fast one.
+    """
+
+    __slots__ = ("_chooser", "_home", "_mode")
+
+    _home: ClientHome
+    _chooser: _Chooser
+    _mode: RouterMode
+
+    @classmethod
+    def _of(cls, home: ClientHome, mode: RouterMode) -> Client:
+        self = cls.__new__(cls)
+        self._home = home
+        self._chooser = _Chooser(home)
+        self._mode = mode
+        if mode == RouterMode.KV:
+            _log.warning(
+                "router mode KV needs a model card, which a plain client has not: "
+                "generate() chooses at random"
+            )
+        return self
+
+    def instance_ids(self) -> list[int]:
+        """The ids of all listed instances, also of those being avoided; a snapshot."""
+        return [record.instance_id for record in self._home.instances.records]
+
+    def instances(self) -> list[Instance]:
+        """All listed instances, in the order of `instance_ids`; a snapshot."""
+        return [Instance._of(record) for record in self._home.instances.records]
+
+    def wait_for_instances(
+        self, *, timeout: float | None = None
+    ) -> asyncio.Future[list[int]]:
+        """Wait until an instance can be called.
+
+        Args:
+            timeout: How many seconds to wait at most; None waits without limit.
+
+        Returns:
+            A future of the ids that can be called: listed and not being avoided.
+
+        Raises:
+            RuntimeError: no loop is running.
+            NoInstances: there was none within ``timeout`` (a TimeoutError too; from the
+                future).
+            RuntimeClosed: the runtime was shut down (from the future).
+        """
+        return self._home.run(self._chooser.wait_at_most(timeout))
+
+    def random(
+        self,
+        request: Any,
+        annotated: bool | None = True,
+        context: Context | None = None,
+    ) -> asyncio.Future[AsyncResponseStream]:
+        """Call an instance chosen uniformly at random.
+
+        Args:
+            request: Any value that MessagePack can carry.
+            annotated: Whether items come as `Annotated`; None means False.
+            context: Id, metadata and cancellation of the call; linked to it.
+
+        Returns:
+            A future of the response stream.
+
+        Raises:
+            TypeError: an argument of the wrong type, or a value that cannot be sent.
+            OverflowError: an integer beyond 64 bits in the request.
+            CallError: nobody took the call (from the future).
+        """
+        return self._call(self._chooser.random, request, annotated, context)
+
+    def round_robin(
+        self,
+        request: Any,
+        annotated: bool | None = True,
+        context: Context | None = None,
+    ) -> asyncio.Future[AsyncResponseStream]:
+        """Call the next instance in the order of ids.  Like `random` otherwise."""
+        return self._call(self._chooser.round_robin, request, annotated, context)
+
+    def generate(
+        self,
+        request: Any,
+        annotated: bool | None = True,
+        context: Context | None = None,
+    ) -> asyncio.Future[AsyncResponseStream]:
+        """Call an instance chosen by the client's router mode.
+
+        The default mode is round robin.  KV, which needs a model card, falls back to a
+        random choice.  Like `random` otherwise.
+        """
+        return self._call(self._by_mode(), request, annotated, context)
+
+    def direct(
+        self,
+        request: Any,
+        instance_id: int,
+        annotated: bool | None = True,
+        context: Context | None = None,
+    ) -> asyncio.Future[AsyncResponseStream]:
+        """Call that instance, also if it is being avoided, and no other.
+
+        Args:
+            request: Any value that MessagePack can carry.
+            instance_id: One of `instance_ids`.
+            annotated: Whether items come as `Annotated`; None means False.
+            context: Id, metadata and cancellation of the call; linked to it.
+
+        Returns:
+            A future of the response stream.
+
+        Raises:
+            TypeError: as for `random`, or an id that is no int.
+            OverflowError: an id that is negative or over 64 bits.
+            InstanceNotFound: it is not listed (from the future).
+        """
+        if not isinstance(instance_id, int):
+            raise TypeError(
+                "argument 'instance_id': expected an int, not "
+                f"{type(instance_id).__name__}"
+            )
+        if instance_id < 0:
+            raise OverflowError("can't convert negative int to unsigned")
+        if instance_id > _MAX_ID:
+            raise OverflowError("int too big to convert: ids have 64 bits")
+        choose = self._chooser.exactly(instance_id)
+        return self._call(choose, request, annotated, context, fixed=True)
+
+    def _by_mode(self) -> Callable[[frozenset[int]], EndpointRecord]:
+        mode = int(self._mode)
+        chooser = self._chooser
+        if mode in (int(RouterMode.RoundRobin), int(RouterMode.Direct)):
+            return chooser.round_robin
+        if mode == int(RouterMode.PowerOfTwoChoices):
+            return chooser.power_of_two
+        if mode in (int(RouterMode.LeastLoaded), int(RouterMode.DeviceAwareWeighted)):
+            return chooser.least_loaded
+        return chooser.random
+
+    def _call(
+        self,
+        choose: Callable[[frozenset[int]], EndpointRecord],
+        request: object,
+        annotated: bool | None,
+        context: Context | None,
+        *,
+        fixed: bool = False,
+    ) -> asyncio.Future[AsyncResponseStream]:
+        if annotated is not None and not isinstance(annotated, bool):
+            raise TypeError(
+                f"argument 'annotated': expected a bool, not {type(annotated).__name__}"
+            )
+        if context is not None and not isinstance(context, Context):
+            raise TypeError(
+                f"argument 'context': expected a Context, not {type(context).__name__}"
+            )
+        asyncio.get_running_loop()
+        state = None if context is None else context._state
+        packed = encode_value(request, "msgpack")
+        sent = CallRequest(
+            call_id=new_id() if state is None else state.id,
+            value=request,
+            packed=packed,
+            metadata={} if state is None else dict(state.metadata),
+            trace=None if state is None else state.trace,
+        )
+        call = OutgoingCall(
+            self._home.loop,
+            self._home.lane,
+            sent,
+            self._chooser.selection(choose, fixed=fixed),
+            state,
+            annotated=bool(annotated),
+        )
+        return self._home.run(_stream_of(call))
+
+
+async def _stream_of(call: OutgoingCall) -> AsyncResponseStream:
+    await call.start()
+    return AsyncResponseStream._of(call)

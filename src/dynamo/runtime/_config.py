@@ -1,0 +1,266 @@
+"""Every setting of a runtime, read once from the environment when a runtime is made.
+
+The only module that looks at environment variables (besides the public logging
+functions).  A bad value is one error that names variable, value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+_MIB = 1024 * 1024
+_LOOPBACK = "127.0.0.1"
+_NO_DEVICE = ("", "-1", "none", "void")
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """The settings of one runtime.  Times in seconds, sizes in bytes."""
+
+    discovery_backend: str
+    request_plane: str
+    embedded: bool
+    file_root: str
+
+    rpc_host: str
+    rpc_port: int
+    response_host: str
+    response_port: int
+    listen_backlog: int
+    max_message_bytes: int
+
+    request_timeout_s: float
+    connect_timeout_s: float
+    call_home_timeout_s: float
+    frame_timeout_s: float
+    pool_size: int
+    channel_buffer: int
+    global_connect_limit: int
+    host_idle_ttl_s: float
+
+    worker_pool_size: int
+    work_queue_size: int
+    codec: str
+    device_type: str
+
+    inhibited_s: float
+    drain_timeout_s: float
+    cancel_grace_s: float
+    close_timeout_s: float
+
+    status_port: int | None
+
+
+class _Reader:
+    """One environment, and how its variables become values."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+
+    def text(self, name: str, default: str) -> str:
+        return self._env.get(name) or default
+
+    def present(self, name: str) -> bool:
+        return bool(self._env.get(name))
+
+    def choice(self, name: str, default: str, allowed: tuple[str, ...]) -> str:
+        value = self.text(name, default)
+        if value not in allowed:
+            words = ", ".join(repr(word) for word in allowed)
+            raise ValueError(f"{name}={value!r}: expected one of {words}")
+        return value
+
+    def whole(
+        self, name: str, default: int, least: int = 0, most: int = 2**63 - 1
+    ) -> int:
+        text = self._env.get(name, "").strip()
+        if not text:
+            return default
+        # int() alone would also take "1_000" and other scripts' digits.
+        if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
+            raise ValueError(
+                f"{name}={text!r}: expected a whole number from {least} to {most}"
+            )
+        return int(text)
+
+    def seconds(self, name: str, default: float, least: float = 0.0) -> float:
+        text = self._env.get(name, "").strip()
+        if not text:
+            return default
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not least <= value < float("inf"):
+            raise ValueError(
+                f"{name}={text!r}: expected a number of seconds, at least {least:g}"
+            )
+        return value
+
+    def host(self, name: str, default: Callable[[], str]) -> str:
+        """An IP literal, or the address of the interface of that name."""
+        value = self._env.get(name, "").strip()
+        if not value:
+            return default()
+        try:
+            return str(ip_address(value))
+        except ValueError:
+            pass
+        address = _address_of_interface(value)
+        if address is None:
+            raise ValueError(
+                f"{name}={value!r}: expected an IP address such as 127.0.0.1 or ::1, "
+                "or the name of a network interface such as eth0"
+            )
+        return address
+
+
+def _address_of_interface(name: str) -> str | None:
+    """The first IPv4 address of a network interface, or None if there is none."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    siocgifaddr = 0x8915
+    request = struct.pack("256s", name.encode("utf-8", "surrogateescape")[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), siocgifaddr, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _routable_address() -> str:
+    """The local address from which other hosts would be reached; sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket only consults the routing table.
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return _LOOPBACK
+
+
+def advertised_host(host: str) -> str:
+    """The address to tell others for a listener on ``host``; never a wildcard."""
+    return _routable_address() if ip_address(host).is_unspecified else host
+
+
+def _embedded_root() -> str:
+    """The folder of this user's own cluster on this machine."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and Path(base).is_dir():
+        return str(Path(base) / "dynamo-runtime-py")
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    return str(Path(tempfile.gettempdir()) / f"dynamo-runtime-py-{user}")
+
+
+def _file_root(env: Mapping[str, str]) -> str:
+    """The genuine rule: unset is the system's temporary folder, empty is here."""
+    root = env.get("DYN_FILE_KV")
+    if root is None:
+        return str(Path(tempfile.gettempdir()) / "dynamo_store_kv")
+    return root or "."
+
+
+def _device_type(env: Mapping[str, str]) -> str:
+    """What the genuine worker registers; ``cuda`` also where there is no GPU."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    hidden = visible is not None and visible.strip().lower() in _NO_DEVICE
+    if hidden or env.get("NVIDIA_VISIBLE_DEVICES", "").lower() in ("none", "void"):
+        return "cpu"
+    return "cuda"
+
+
+def _admission(read: _Reader) -> tuple[int, int]:
+    """How many requests may run, and how many more may wait."""
+    if read.present("DYN_ENGINE_REQUEST_LIMIT"):
+        limit = read.whole("DYN_ENGINE_REQUEST_LIMIT", 1)
+        queue = read.whole("DYN_DYNAMO_REQUEST_QUEUE_LIMIT", 16)
+        return max(limit, 1), max(queue - 1, 1)
+    return (
+        read.whole("DYN_TCP_WORKER_POOL_SIZE", 10_000, least=1),
+        read.whole("DYN_TCP_WORK_QUEUE_SIZE", 40_000, least=1),
+    )
+
+
+def chosen_backend(env: Mapping[str, str]) -> str | None:
+    """The discovery backend that the environment names, or None for the embedded one."""
+    named = env.get("DYN_DISCOVERY_BACKEND")
+    if named:
+        return named
+    if "DYN_FILE_KV" in env:
+        return "file"
+    if env.get("ETCD_ENDPOINTS"):
+        return "etcd"
+    return None
+
+
+def from_env(
+    env: Mapping[str, str],
+    discovery_backend: str | None = None,
+    request_plane: str | None = None,
+) -> RuntimeConfig:
+    """The settings of a runtime.
+
+    Args:
+        env: The environment, usually ``os.environ``.
+        discovery_backend: The backend, or None for the embedded default: files in a
+            folder of this user and every listener on the loopback interface.
+        request_plane: ``"tcp"``, or None for what the environment says.
+
+    Raises:
+        ValueError: a variable has a value that cannot be used.
+    """
+    read = _Reader(env)
+    embedded = discovery_backend is None
+
+    def default_host() -> str:
+        return _LOOPBACK if embedded else _routable_address()
+
+    running, waiting = _admission(read)
+    return RuntimeConfig(
+        discovery_backend=discovery_backend or "file",
+        request_plane=(request_plane or read.text("DYN_REQUEST_PLANE", "tcp")).lower(),
+        embedded=embedded,
+        file_root=_embedded_root() if embedded else _file_root(env),
+        rpc_host=read.host("DYN_TCP_RPC_HOST", default_host),
+        rpc_port=read.whole("DYN_TCP_RPC_PORT", 0, most=65535),
+        response_host=read.host("DYN_TCP_RESPONSE_STREAM_HOST", default_host),
+        response_port=read.whole("DYN_TCP_RESPONSE_STREAM_PORT", 0, most=65535),
+        listen_backlog=read.whole("DYN_TCP_LISTEN_BACKLOG", 4096, least=1),
+        max_message_bytes=read.whole(
+            "DYN_TCP_MAX_MESSAGE_SIZE", 32 * _MIB, least=1024, most=2**32 - 1
+        ),
+        request_timeout_s=read.seconds("DYN_TCP_REQUEST_TIMEOUT", 5.0, least=0.001),
+        connect_timeout_s=read.seconds("DYN_TCP_CONNECT_TIMEOUT", 5.0, least=0.001),
+        call_home_timeout_s=10.0,
+        frame_timeout_s=10.0,
+        pool_size=read.whole("DYN_TCP_POOL_SIZE", 100, least=1),
+        channel_buffer=read.whole("DYN_TCP_CHANNEL_BUFFER", 1024, least=1),
+        global_connect_limit=read.whole("DYN_TCP_GLOBAL_CONNECT_LIMIT", 64, least=1),
+        host_idle_ttl_s=read.seconds("DYN_TCP_HOST_IDLE_TTL_SECS", 300.0),
+        worker_pool_size=running,
+        work_queue_size=waiting,
+        codec=read.choice("DYN_REQUEST_PLANE_CODEC", "msgpack", ("msgpack", "json")),
+        device_type=_device_type(env),
+        inhibited_s=read.seconds("DYN_RUNTIME_INHIBITED_DURATION_SECS", 5.0),
+        drain_timeout_s=read.seconds(
+            "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 25.0
+        ),
+        cancel_grace_s=read.seconds("DYN_RUNTIME_CANCEL_GRACE_SECS", 5.0),
+        close_timeout_s=5.0,
+        status_port=(
+            read.whole("DYN_SYSTEM_PORT", 0, most=65535)
+            if read.present("DYN_SYSTEM_PORT")
+            else None
+        ),
+    )

@@ -1,0 +1,382 @@
+"""Endpoint: serve a name, register and unregister it, make clients for it.
+
+Owns the public object and the life of one served endpoint.  What belongs to the whole
+worker (port, discovery, admission) is handed in as `EndpointHome`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+from dynamo.runtime._calls.handlers import Handler
+from dynamo.runtime._calls.ingress import EndpointIngress
+from dynamo.runtime._client import Client, ClientHome
+from dynamo.runtime._observability.metrics import RuntimeMetrics
+from dynamo.runtime._routing.policies import RouterMode
+from dynamo.runtime._sealed import Unconstructible
+from dynamo.runtime._transports.callhome_worker import CallhomeCall
+from dynamo.runtime._wire.records import (
+    INSTANCES,
+    EndpointName,
+    EndpointRecord,
+    encode_record,
+    endpoint_wire_path,
+    instance_key,
+    tcp_address,
+)
+
+if TYPE_CHECKING:
+    from dynamo.runtime._calls.ingress import Admission
+    from dynamo.runtime._config import RuntimeConfig
+    from dynamo.runtime._discovery import DiscoveryBackend
+    from dynamo.runtime._transports.tcp_server import RequestServer
+    from dynamo.runtime._wire.callhome import RequestReceived
+
+_log = logging.getLogger("dynamo.runtime.endpoint")
+
+_MISSING: Any = object()
+
+
+class EndpointHome(Protocol):
+    """What an endpoint needs of its runtime; everything async runs on the home loop."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+    @property
+    def config(self) -> RuntimeConfig: ...
+    @property
+    def admission(self) -> Admission: ...
+    @property
+    def backend(self) -> DiscoveryBackend: ...
+    @property
+    def closing(self) -> bool: ...
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+        """Run on the home loop for whatever loop is running."""
+
+    async def request_server(self) -> tuple[RequestServer, str, int]:
+        """The worker's port, opened on first use, with the address to advertise."""
+
+    async def client_home(self, name: EndpointName) -> ClientHome:
+        """What the clients of an endpoint share."""
+
+    def on_register(self) -> None:
+        """A record is about to be published: see that it will be removed."""
+
+    def served(self, life: ServedEndpoint) -> None:
+        """An endpoint is being served."""
+
+    def unserved(self, life: ServedEndpoint) -> None:
+        """It is no longer."""
+
+
+class ServedEndpoint:
+    """One call of ``serve_endpoint``: from registration to the last request."""
+
+    def __init__(self, home: EndpointHome, name: EndpointName, handler: Handler, base: contextvars.Context) -> None:
+        self.name = name
+        self._home = home
+        self._path = endpoint_wire_path(name, home.backend.connection_id)
+        self._ingress = EndpointIngress(
+            home.loop, self._path, handler, home.config, home.admission, base
+        )
+        self._server: RequestServer | None = None
+        self._released: asyncio.Future[None] | None = None
+
+    async def serve(self) -> tuple[()]:
+        """Serve until the runtime is shut down, or until this is cancelled."""
+        home = self._home
+        if home.closing:
+            return ()
+        self._released = home.loop.create_future()
+        home.served(self)
+        try:
+            self._server, host, port = await home.request_server()
+            self._server.serve(self._path, self._take)
+            await register(home, self.name, host, port)
+            await self._released
+        except BaseException:
+            await self._leave()
+            raise
+        finally:
+            home.unserved(self)
+        return ()
+
+    def _take(self, request: RequestReceived) -> str:
+        call = CallhomeCall(
+            self._home.loop, request, self._home.config.connect_timeout_s
+        )
+        return self._ingress.offer(call)
+
+    async def _leave(self) -> None:
+        """Cancelled: leave discovery and take no more; what runs goes on."""
+        self._ingress.refuse_new()
+        if self._server is None:
+            return
+        replaced = not self._server.forget(self._path, self._take)
+        if not replaced and not self._home.closing:
+            # With a limit: the store may be what failed.
+            leaving = unregister(self._home, self.name)
+            await asyncio.wait_for(leaving, self._home.config.close_timeout_s)
+
+    # What the runtime does at shutdown, in this order.
+
+    def refuse_new(self) -> None:
+        self._ingress.refuse_new()
+
+    async def idle(self) -> None:
+        await self._ingress.idle()
+
+    def stop_all(self, *, killed: bool) -> None:
+        self._ingress.stop_all(killed=killed)
+
+    def release(self) -> None:
+        """Let ``serve`` return."""
+        if self._server is not None:
+            self._server.forget(self._path, self._take)
+        if self._released is not None and not self._released.done():
+            self._released.set_result(None)
+
+    @property
+    def in_flight(self) -> int:
+        return self._ingress.in_flight
+
+
+async def register(
+    home: EndpointHome, name: EndpointName, host: str, port: int
+) -> None:
+    """Publish the record of this worker for an endpoint; it may be there already."""
+    instance_id = home.backend.connection_id
+    record = EndpointRecord(
+        name=name,
+        instance_id=instance_id,
+        transport_kind="tcp",
+        address=tcp_address(host, port, endpoint_wire_path(name, instance_id)),
+        device_type=home.config.device_type,
+        codec=home.config.codec,
+        ours=True,
+    )
+    home.on_register()
+    await home.backend.register(INSTANCES, record.key, encode_record(record))
+
+
+async def unregister(home: EndpointHome, name: EndpointName) -> None:
+    """Take the record back."""
+    key = instance_key(name, home.backend.connection_id)
+    await home.backend.unregister(INSTANCES, key)
+
+
+@final
+class Endpoint(Unconstructible):
+    """A named streaming endpoint; made by `DistributedRuntime.endpoint`.
+
+    Example:
+        Serve a handler and call it, in one process::
+
+            endpoint = runtime.endpoint("demo.worker.generate")
+            serving = endpoint.serve_endpoint(handler)
+            client = await endpoint.client()
+            await client.wait_for_instances()
+    """
+
+    __slots__ = ("_home", "_name", "_registry")
+
+    _home: EndpointHome
+    _name: EndpointName
+    _registry: Any
+
+    @classmethod
+    def _of(cls, home: EndpointHome, name: EndpointName, registry: Any) -> Endpoint:
+        self = cls.__new__(cls)
+        self._home = home
+        self._name = name
+        self._registry = registry
+        return self
+
+    def serve_endpoint(
+        self,
+        generator: Any = _MISSING,
+        graceful_shutdown: bool | None = True,
+        metrics_labels: Sequence[tuple[str, str]] | None = None,
+        health_check_payload: dict[str, Any] | None = None,
+        *,
+        handler: Any = _MISSING,
+    ) -> asyncio.Future[tuple[()]]:
+        """Serve requests with a handler until the runtime is shut down.
+
+        Serving starts at the call; awaiting the result is optional.  Cancelling it
+        leaves discovery and takes no more requests; those in flight go on.
+
+        Args:
+            generator: An async generator function, or a callable that returns an async
+                iterator.  Called with the request, and with ``context=`` if it has a
+                parameter of that name.
+            graceful_shutdown: Whether a shutdown waits for requests in flight; None
+                means True.
+            metrics_labels: Pairs of text that label the endpoint's metrics.
+            health_check_payload: A request with which the handler can be probed.
+            handler: The same as ``generator``, under its documented name.
+
+        Returns:
+            A future that resolves to ``()`` after the shutdown.
+
+        Raises:
+            TypeError: an argument of the wrong type.
+            ValueError: a label that is no pair.
+            RuntimeError: no loop is running.
+            CannotListen: the worker's port cannot be opened (from the future).
+            DiscoveryError: the record cannot be published (from the future).
+        """
+        function = _one_of(generator, handler)
+        _check_bool("graceful_shutdown", graceful_shutdown)
+        _check_labels(metrics_labels)
+        _check_payload(health_check_payload)
+        asyncio.get_running_loop()
+        wrapped = Handler(function)
+        complaint = wrapped.complaint()
+        if complaint is not None:
+            _log.warning(
+                "handler %s of %s cannot work, every call will be refused: %s",
+                wrapped.name,
+                self._name,
+                complaint,
+            )
+        base = contextvars.copy_context()
+        return self._home.run(_serve(self._home, self._name, wrapped, base))
+
+    def client(self, router_mode: RouterMode | None = None) -> asyncio.Future[Client]:
+        """Make a client of this endpoint; there need not be a worker yet.
+
+        Args:
+            router_mode: How `Client.generate` chooses; None is round robin.
+
+        Returns:
+            A future of the client.
+
+        Raises:
+            TypeError: ``router_mode`` is no `RouterMode`.
+            RuntimeError: no loop is running.
+            DiscoveryError: the store cannot be read (from the future).
+        """
+        if router_mode is not None and not isinstance(router_mode, RouterMode):
+            raise TypeError(
+                "argument 'router_mode': expected a RouterMode, not "
+                f"{type(router_mode).__name__}"
+            )
+        mode = RouterMode.RoundRobin if router_mode is None else router_mode
+        return self._home.run(self._make_client(mode))
+
+    async def _make_client(self, mode: RouterMode) -> Client:
+        return Client._of(await self._home.client_home(self._name), mode)
+
+    def connection_id(self) -> int:
+        """The id of this runtime: the instance id of all its endpoints."""
+        return self._home.backend.connection_id
+
+    def register_endpoint_instance(self) -> asyncio.Future[tuple[()]]:
+        """Publish this worker's record for the endpoint; again does nothing.
+
+        Returns:
+            A future that resolves to ``()``.
+
+        Raises:
+            RuntimeError: no loop is running.
+            DiscoveryError: the store refused (from the future).
+        """
+        return self._home.run(self._register())
+
+    async def _register(self) -> tuple[()]:
+        _, host, port = await self._home.request_server()
+        await register(self._home, self._name, host, port)
+        return ()
+
+    def unregister_endpoint_instance(self) -> asyncio.Future[tuple[()]]:
+        """Remove this worker's record: callers stop coming, calls in flight go on.
+
+        Returns:
+            A future that resolves to ``()``.
+
+        Raises:
+            RuntimeError: no loop is running.
+            DiscoveryError: there is no record, or the store refused (from the future).
+        """
+        return self._home.run(self._unregister())
+
+    async def _unregister(self) -> tuple[()]:
+        await unregister(self._home, self._name)
+        return ()
+
+    @property
+    def metrics(self) -> RuntimeMetrics:
+        """Where callbacks for the worker's metrics are registered."""
+        return RuntimeMetrics._make(self._registry)
+
+
+async def _serve(
+    home: EndpointHome, name: EndpointName, handler: Handler, base: contextvars.Context
+) -> tuple[()]:
+    return await ServedEndpoint(home, name, handler, base).serve()
+
+
+def _one_of(generator: Any, handler: Any) -> Any:
+    if (generator is _MISSING) == (handler is _MISSING):
+        raise TypeError(
+            "serve_endpoint() takes exactly one handler: the first argument, also "
+            "known as generator= or handler="
+        )
+    return handler if generator is _MISSING else generator
+
+
+def _check_bool(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(
+            f"argument '{name}': expected a bool or None, not {type(value).__name__}"
+        )
+
+
+def _check_labels(labels: object) -> None:
+    if labels is None:
+        return
+    if not isinstance(labels, (list, tuple)):
+        raise TypeError(
+            "argument 'metrics_labels': expected a sequence of (name, value) pairs, "
+            f"not {type(labels).__name__}"
+        )
+    for pair in labels:
+        if not isinstance(pair, tuple):
+            raise TypeError(
+                f"argument 'metrics_labels': expected tuples, not {type(pair).__name__}"
+            )
+        if len(pair) != 2:
+            raise ValueError(
+                f"argument 'metrics_labels': {pair!r} has {len(pair)} parts, not 2"
+            )
+        if not all(isinstance(part, str) for part in pair):
+            raise TypeError(f"argument 'metrics_labels': {pair!r} is not two texts")
+
+
+def _check_payload(payload: object) -> None:
+    if payload is None:
+        return
+    if not isinstance(payload, dict):
+        raise TypeError(
+            "argument 'health_check_payload': expected a dict, not "
+            f"{type(payload).__name__}"
+        )
+    if not all(isinstance(key, str) for key in payload):
+        raise TypeError("argument 'health_check_payload': keys must be text")
+    try:
+        json.dumps(payload, default=_sets_as_lists)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"Failed to convert health_check_payload: {error}") from error
+
+
+def _sets_as_lists(value: object) -> list[object]:
+    if isinstance(value, (set, frozenset)):
+        return list(value)
+    raise TypeError(f"unsupported type {type(value).__name__}")

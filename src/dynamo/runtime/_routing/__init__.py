@@ -1,0 +1,1 @@
+"""Who gets a call: decisions over lists of instances, without I/O, time or chance."""

@@ -1,0 +1,132 @@
+"""Routing policies: which of the free instances gets the next call.
+
+Pure: instances come as a tuple sorted by id, loads as a mapping, chance as a function
+``below(n)`` that draws a whole number from 0 to n - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, Protocol, TypeVar, final
+
+Below = Callable[[int], int]
+
+
+class Candidate(Protocol):
+    """What a policy looks at."""
+
+    @property
+    def instance_id(self) -> int: ...
+
+    @property
+    def device_type(self) -> str | None: ...
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+@final
+class RouterMode:
+    """How a client chooses among instances; given to `Endpoint.client`.
+
+    Members: ``RoundRobin`` 0, ``Random`` 1, ``PowerOfTwoChoices`` 2, ``KV`` 3,
+    ``Direct`` 4, ``LeastLoaded`` 5, ``DeviceAwareWeighted`` 6.  A member equals its
+    number, has no order and cannot be hashed, like the genuine one.
+
+    Example:
+        >>> RouterMode.LeastLoaded, int(RouterMode.LeastLoaded), RouterMode.KV == 3
+        (RouterMode.LeastLoaded, 5, True)
+    """
+
+    __slots__ = ("_name", "_number")
+    __hash__ = None  # type: ignore[assignment]
+
+    RoundRobin: RouterMode
+    Random: RouterMode
+    PowerOfTwoChoices: RouterMode
+    KV: RouterMode
+    Direct: RouterMode
+    LeastLoaded: RouterMode
+    DeviceAwareWeighted: RouterMode
+
+    def __new__(cls) -> NoReturn:
+        raise TypeError("RouterMode has no constructor: use a member such as .Random")
+
+    def __int__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RouterMode):
+            return self._number == other._number
+        return isinstance(other, int) and self._number == other
+
+    def __repr__(self) -> str:
+        return f"RouterMode.{self._name}"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("cannot pickle 'RouterMode' object")
+
+    _name: str
+    _number: int
+
+
+for _number, _name in enumerate(
+    (
+        "RoundRobin",
+        "Random",
+        "PowerOfTwoChoices",
+        "KV",
+        "Direct",
+        "LeastLoaded",
+        "DeviceAwareWeighted",
+    )
+):
+    _member = object.__new__(RouterMode)
+    _member._number = _number
+    _member._name = _name
+    setattr(RouterMode, _name, _member)
+
+
+class RoundRobin:
+    """Strict rotation over the ids in ascending order.
+
+    The counter goes on when members come and go, and does not move when there is
+    nobody to choose.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, free: Sequence[C]) -> C:
+        chosen = free[self._next % len(free)]
+        self._next += 1
+        return chosen
+
+
+def choose_random(free: Sequence[C], below: Below) -> C:
+    """Uniform, independent draws."""
+    return free[below(len(free))]
+
+
+def choose_power_of_two(
+    free: Sequence[C], load: Mapping[int, int], below: Below
+) -> C:
+    """The less loaded of two different members; a tie goes to the first drawn."""
+    if len(free) == 1:
+        return free[0]
+    first = below(len(free))
+    second = below(len(free) - 1)
+    second += second >= first
+    one, other = free[first], free[second]
+    if load.get(other.instance_id, 0) < load.get(one.instance_id, 0):
+        return other
+    return one
+
+
+def choose_least_loaded(
+    free: Sequence[C], load: Mapping[int, int], below: Below
+) -> C:
+    """Fewest calls in flight; ties are broken uniformly at random."""
+    least = min(load.get(one.instance_id, 0) for one in free)
+    ties = [one for one in free if load.get(one.instance_id, 0) == least]
+    return ties[below(len(ties))]

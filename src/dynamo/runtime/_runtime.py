@@ -1,0 +1,532 @@
+"""DistributedRuntime: puts the parts together, starts them, shuts them down in order.
+
+The composition root: the only module that picks a discovery backend and a lane.  Owns
+the home loop's parts of one runtime and the ordered shutdown; the parts own themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import signal
+import warnings
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, TypeVar, final
+
+from dynamo.runtime import _signals
+from dynamo.runtime._calls.ingress import Admission
+from dynamo.runtime._client import ClientHome
+from dynamo.runtime._config import (
+    RuntimeConfig,
+    advertised_host,
+    chosen_backend,
+    from_env,
+)
+from dynamo.runtime._discovery import DiscoveryBackend
+from dynamo.runtime._discovery.instances import InstanceSet
+from dynamo.runtime._endpoint import Endpoint, ServedEndpoint
+from dynamo.runtime._observability.metrics import CallbackRegistry
+from dynamo.runtime._sealed import Sealed
+from dynamo.runtime._transports.callhome_client import CallhomeClientLane
+from dynamo.runtime._transports.connection import spawn
+from dynamo.runtime._transports.tcp_server import RequestServer, SharedServers
+from dynamo.runtime._wire.records import EndpointName, parse_endpoint_path
+from dynamo.runtime.errors import RuntimeClosed
+
+_log = logging.getLogger("dynamo.runtime")
+
+T = TypeVar("T")
+
+_BACKENDS = ("kubernetes", "etcd", "file", "mem")
+_PLANES = ("nats", "tcp")
+_LEAVE_TIMEOUT_S = 2.0
+
+
+def _new_backend(config: RuntimeConfig) -> DiscoveryBackend:
+    """The discovery backend; imported only when it is used."""
+    if config.discovery_backend == "file":
+        from dynamo.runtime._discovery.file import FileBackend
+
+        return FileBackend(config.file_root)
+    if config.discovery_backend == "mem":
+        from dynamo.runtime._discovery.memory import MemoryBackend
+
+        return MemoryBackend()
+    raise ValueError(
+        f"discovery backend {config.discovery_backend!r} is not part of this version: "
+        "use 'file' (workers of one machine) or 'mem' (one process); "
+        "DYN_DISCOVERY_BACKEND sets it for dynamo_worker"
+    )
+
+
+class _Core:
+    """One runtime, without the user's handle: what endpoints, clients and tasks hold."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop | None, config: RuntimeConfig
+    ) -> None:
+        self.config = config
+        self.backend = _new_backend(config)
+        self.admission = Admission(config.worker_pool_size, config.work_queue_size)
+        self.metrics = CallbackRegistry()
+        self.closing = False
+        self._home = loop
+        self._pid = os.getpid()
+        self._lane: CallhomeClientLane | None = None
+        self._server: RequestServer | None = None
+        self._server_lock = asyncio.Lock()
+        self._port = 0
+        self._homes: weakref.WeakValueDictionary[EndpointName, ClientHome] = (
+            weakref.WeakValueDictionary()
+        )
+        self._homes_lock = asyncio.Lock()
+        self._served: list[ServedEndpoint] = []
+        self._unhook: Callable[[], None] | None = None
+        self._closing_task: asyncio.Task[None] | None = None
+        self._hurry: asyncio.Event = asyncio.Event()
+        self._closed_waiters: list[asyncio.Future[None]] = []
+
+    # Loops
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        if self._home is None:
+            # Made outside any loop: home is where it is first used.
+            self._home = asyncio.get_running_loop()
+        return self._home
+
+    def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        try:
+            running = asyncio.get_running_loop()
+            self._check_alive()
+        except BaseException:
+            work.close()
+            raise
+        home = self.loop
+        if running is home:
+            task = home.create_task(work)
+            # A call whose result nobody looks at is no reason to complain.
+            task.add_done_callback(_retrieve)
+            return task
+        # The slow way, for other loops: there and back.
+        return asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(work, home), loop=running
+        )
+
+    def _check_alive(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeClosed(
+                "this runtime belongs to the parent process: make a new one after fork"
+            )
+
+    # Parts that are made on first use
+
+    @property
+    def lane(self) -> CallhomeClientLane:
+        if self._lane is None:
+            self._lane = CallhomeClientLane(self.loop, self.config)
+        return self._lane
+
+    async def request_server(self) -> tuple[RequestServer, str, int]:
+        if self.closing:
+            raise RuntimeClosed("the runtime was shut down")
+        async with self._server_lock:
+            if self._server is None:
+                self._server, self._port = await SharedServers.open(
+                    self.loop,
+                    self.config.rpc_host,
+                    self.config.rpc_port,
+                    max_message_bytes=self.config.max_message_bytes,
+                    frame_timeout_s=self.config.frame_timeout_s,
+                )
+        return self._server, advertised_host(self.config.rpc_host), self._port
+
+    async def client_home(self, name: EndpointName) -> ClientHome:
+        if self.closing:
+            raise RuntimeClosed("the runtime was shut down")
+        async with self._homes_lock:
+            home = self._homes.get(name)
+            if home is None or home.instances.closed:
+                instances = await InstanceSet.open(self.backend, name)
+                home = ClientHome(
+                    self.loop,
+                    self.lane,
+                    instances,
+                    self.config.inhibited_s,
+                    self.run,
+                )
+                self._homes[name] = home
+        return home
+
+    # Serving
+
+    def served(self, life: ServedEndpoint) -> None:
+        self._served.append(life)
+
+    def unserved(self, life: ServedEndpoint) -> None:
+        if life in self._served:
+            self._served.remove(life)
+
+    def on_register(self) -> None:
+        """From now on a record must be removed, however the process ends."""
+        if self._unhook is not None:
+            return
+        restore = _signals.install((signal.SIGTERM,), self._leave_and_die)
+        atexit.register(self.leave)
+
+        def unhook() -> None:
+            restore()
+            atexit.unregister(self.leave)
+
+        self._unhook = unhook
+
+    def leave(self) -> None:
+        """Remove our records now, from whatever thread, with the loop in any state."""
+        if os.getpid() == self._pid:
+            self.backend.leave(_LEAVE_TIMEOUT_S)
+
+    def _leave_and_die(self, signum: signal.Signals) -> None:
+        """SIGTERM in a program that does not handle it: callers learn of it first."""
+        self.leave()
+        _signals.die_by(signum)
+
+    # Shutting down
+
+    def shutdown(self, *, hurry: bool = False) -> None:
+        """Begin to shut down; ``hurry`` skips every wait, also of a shutdown under way."""
+        home = self._home
+        if home is None or home.is_closed():
+            self.closing = True
+            self.leave()
+            return
+        try:
+            here = asyncio.get_running_loop() is home
+        except RuntimeError:
+            here = False
+        if here:
+            self._begin_shutdown(hurry)
+        else:
+            home.call_soon_threadsafe(self._begin_shutdown, hurry)
+
+    def _begin_shutdown(self, hurry: bool) -> None:
+        if hurry:
+            self._hurry.set()
+        if self._closing_task is None:
+            self.closing = True
+            for life in self._served:
+                life.refuse_new()
+            self._closing_task = spawn(self.loop, self._shut_down())
+
+    async def closed(self) -> None:
+        """Wait until a shutdown has come to its end."""
+        if self._closing_task is not None:
+            await asyncio.wait((self._closing_task,))
+
+    async def _shut_down(self) -> None:
+        try:
+            await self._leave_discovery()
+            await self._drain()
+        finally:
+            for life in list(self._served):
+                life.release()
+            await self._close_parts()
+
+    async def _leave_discovery(self) -> None:
+        """Before anything else: nobody new should find us."""
+        leaving = self.loop.run_in_executor(None, self.leave)
+        await asyncio.wait((leaving,), timeout=_LEAVE_TIMEOUT_S + 1)
+
+    async def _drain(self) -> None:
+        """Let work in flight end; then stop it, then kill it, each for a bounded time."""
+        if await self._all_idle(self.config.drain_timeout_s):
+            return
+        busy = {life.name: life.in_flight for life in self._served if life.in_flight}
+        _log.warning(
+            "still busy after %g s (DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS), "
+            "stopping requests: %s",
+            self.config.drain_timeout_s,
+            ", ".join(f"{name}: {count}" for name, count in busy.items()),
+        )
+        for killed in (False, True):
+            for life in list(self._served):
+                life.stop_all(killed=killed)
+            if await self._all_idle(self.config.close_timeout_s):
+                return
+        _log.error("requests did not end after they were stopped and cancelled")
+
+    async def _all_idle(self, timeout_s: float) -> bool:
+        """Whether every endpoint became idle in time; a hurry ends the wait."""
+        idle = [spawn(self.loop, life.idle()) for life in self._served]
+        if not idle:
+            return True
+        everyone = asyncio.gather(*idle)
+        hurry = spawn(self.loop, self._hurry.wait())
+        try:
+            await asyncio.wait(
+                (everyone, hurry),
+                timeout=timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            return everyone.done()
+        finally:
+            everyone.cancel()
+            hurry.cancel()
+            await asyncio.gather(everyone, hurry, return_exceptions=True)
+
+    async def _close_parts(self) -> None:
+        if self._unhook is not None:
+            self._unhook()
+        for home in list(self._homes.values()):
+            home.instances.close()
+        if self._lane is not None:
+            await self._lane.aclose()
+        if self._server is not None:
+            SharedServers.release(self._server)
+            self._server = None
+        await self.backend.aclose()
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+def _check_text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(
+            f"argument '{name}': '{type(value).__name__}' object cannot be converted "
+            "to 'PyString'"
+        )
+    return value
+
+
+def _check_plane(name: str, value: object, allowed: tuple[str, str]) -> str:
+    if value is None or value == "":
+        return ""
+    if _check_text(name, value) not in allowed:
+        raise ValueError(
+            f"Invalid {name} value '{value}'. Valid values: '{allowed[0]}', "
+            f"'{allowed[1]}'"
+        )
+    return str(value)
+
+
+@final
+class DistributedRuntime(Sealed):
+    """One member of a cluster: it can serve endpoints and call those of others.
+
+    Args:
+        event_loop: The loop on which handlers run, usually the running one.
+        discovery_backend: Where instances find each other: ``"file"`` (processes of
+            one machine, ``DYN_FILE_KV``) or ``"mem"`` (this runtime alone).
+        request_plane: How requests travel: ``"tcp"``.
+        enable_nats: Deprecated and without effect.
+        event_plane: ``"zmq"`` or ``"nats"``; None or ``""`` for the default.
+        response_plane: ``"tcp"``; None or ``""`` for the default.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a value that is not known, or not part of this version; a setting in
+            the environment that cannot be used.
+
+    The constructor does no I/O.  `dynamo_worker` makes a runtime from the environment.
+
+    Example:
+        >>> import asyncio
+        >>> from dynamo.runtime import DistributedRuntime
+        >>> async def main():
+        ...     runtime = DistributedRuntime(asyncio.get_running_loop(), "mem", "tcp")
+        ...     async def double(request):
+        ...         yield 2 * request
+        ...     endpoint = runtime.endpoint("demo.worker.double")
+        ...     serving = endpoint.serve_endpoint(double)
+        ...     client = await endpoint.client()
+        ...     await client.wait_for_instances(timeout=5)
+        ...     async for item in await client.round_robin(21, annotated=False):
+        ...         print(item)
+        ...     runtime.shutdown()
+        ...     await serving
+        >>> asyncio.run(main())
+        42
+    """
+
+    __slots__ = ("_core", "_event_loop", "_ready", "_routes")
+
+    _core: _Core
+    _event_loop: Any
+    _ready: bool
+    _routes: dict[str, tuple[Any, asyncio.AbstractEventLoop]]
+
+    def __init__(
+        self,
+        event_loop: Any,
+        discovery_backend: str,
+        request_plane: str,
+        enable_nats: bool | None = None,
+        *,
+        event_plane: str | None = None,
+        response_plane: str | None = None,
+    ) -> None:
+        _check_text("discovery_backend", discovery_backend)
+        plane = _check_text("request_plane", request_plane).lower()
+        if enable_nats is not None:
+            _deprecate_enable_nats(enable_nats)
+        _check_plane("event_plane", event_plane, ("nats", "zmq"))
+        response = _check_plane("response_plane", response_plane, ("tcp", "quic"))
+        _refuse_unavailable(discovery_backend, plane, response)
+        self._start(event_loop, from_env(os.environ, discovery_backend, plane))
+
+    def _start(self, event_loop: Any, config: RuntimeConfig) -> None:
+        self._event_loop = event_loop
+        self._core = _Core(_home_of(event_loop), config)
+        self._ready = False
+        self._routes = {}
+        if config.status_port is not None:
+            _log.warning(
+                "DYN_SYSTEM_PORT=%d: this version has no status server", config.status_port
+            )
+
+    @classmethod
+    def _from_env(cls, event_loop: Any) -> DistributedRuntime:
+        """What `dynamo_worker` and `detached` make: all from the environment."""
+        backend = chosen_backend(os.environ)
+        if backend is not None:
+            plane = os.environ.get("DYN_REQUEST_PLANE") or "tcp"
+            return cls(event_loop, backend, plane)
+        config = from_env(os.environ)
+        _refuse_unavailable("file", config.request_plane, "")
+        self = cls.__new__(cls)
+        self._start(event_loop, config)
+        _log.info(
+            "no discovery backend named: using files in %s and the loopback interface, "
+            "for processes of this user on this machine; set DYN_DISCOVERY_BACKEND "
+            "(and DYN_FILE_KV) to join others",
+            config.file_root,
+        )
+        return self
+
+    @staticmethod
+    def detached() -> DistributedRuntime:
+        """A runtime made from the environment; its home is the first loop that uses it.
+
+        Returns:
+            The runtime; `event_loop` gives None.
+
+        Raises:
+            ValueError: a setting in the environment cannot be used.
+        """
+        return DistributedRuntime._from_env(None)
+
+    def endpoint(self, path: str) -> Endpoint:
+        """The endpoint of that name, whether or not anybody serves it.
+
+        Args:
+            path: ``"namespace.component.endpoint"``, with any number of ``dyn://`` in
+                front.
+
+        Returns:
+            A new `Endpoint`.
+
+        Raises:
+            TypeError: ``path`` is no text.
+            ValueError: it does not have three parts.
+        """
+        name = parse_endpoint_path(_check_text("path", path))
+        return Endpoint._of(self._core, name, self._core.metrics)
+
+    def shutdown(self) -> None:
+        """Leave the cluster in order; returns at once, again does nothing.
+
+        Records leave discovery first, new requests are refused, requests in flight may
+        end (at most ``DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS``, 25 s, then they are
+        stopped), then the futures of ``serve_endpoint`` resolve.
+        """
+        self._core.shutdown()
+
+    def event_loop(self) -> Any:
+        """The object given to the constructor."""
+        return self._event_loop
+
+    def set_health_status(self, ready: bool) -> None:
+        """Say whether this worker is ready to take requests.
+
+        Raises:
+            TypeError: ``ready`` is no bool.
+        """
+        if not isinstance(ready, bool):
+            raise TypeError(
+                f"argument 'ready': '{type(ready).__name__}' object cannot be converted "
+                "to 'PyBool'"
+            )
+        self._ready = ready
+
+    def register_engine_route(self, route_name: str, callback: Any) -> None:
+        """Keep a callback to be offered at ``/engine/ROUTE_NAME``.
+
+        Args:
+            route_name: The path below ``/engine/``; a second registration replaces the
+                first.
+            callback: A coroutine function of one argument, the decoded JSON body.  Runs
+                in the loop that is running now.
+
+        Raises:
+            TypeError: ``route_name`` is no text.
+            RuntimeError: no loop is running.
+        """
+        _check_text("route_name", route_name)
+        self._routes[route_name] = (callback, asyncio.get_running_loop())
+
+    def system_status_server_url(self) -> str | None:
+        """The address of the status server, or None if there is none."""
+        return None
+
+    def to_capsule(self) -> NoReturn:
+        """Refused: there is no native runtime inside to point to.
+
+        Raises:
+            TypeError: always; pass the runtime object itself, or make a second runtime
+                in the native module: both find each other through discovery.
+        """
+        raise TypeError(
+            "this runtime is pure Python and has no native capsule: make a runtime of "
+            "its own in the native module, discovery connects the two"
+        )
+
+
+def _home_of(event_loop: Any) -> asyncio.AbstractEventLoop | None:
+    """The loop to live on: the one given if it is one, else the running one."""
+    if isinstance(event_loop, asyncio.AbstractEventLoop):
+        return event_loop
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _deprecate_enable_nats(enable_nats: object) -> None:
+    if not isinstance(enable_nats, bool):
+        raise TypeError(
+            f"argument 'enable_nats': '{type(enable_nats).__name__}' object cannot be "
+            "converted to 'PyBool'"
+        )
+    warnings.warn(
+        "enable_nats is deprecated and has no effect: request_plane decides",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+
+
+def _refuse_unavailable(backend: str, plane: str, response_plane: str) -> None:
+    if backend not in _BACKENDS:
+        raise ValueError(f"Unknown key-value store type '{backend}'")
+    if plane not in _PLANES:
+        raise ValueError(
+            f"Invalid request plane mode: '{plane}'. Valid options are: 'nats', 'tcp'"
+        )
+    if plane == "nats":
+        raise ValueError("request plane 'nats' is not part of this version: use 'tcp'")
+    if response_plane == "quic":
+        raise ValueError("response plane 'quic' is not supported: use 'tcp'")

@@ -1,0 +1,77 @@
+"""What our processes do on SIGTERM, SIGINT and at interpreter exit.
+
+Owns the process-wide hooks: installed only in the main thread and only where the
+program has none of its own, put back afterwards.  Handlers are plain Python signal
+handlers and not the loop's: they run also while a handler blocks the loop.  What they
+do is handed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+Restore = Callable[[], None]
+
+
+def _is_default(signum: signal.Signals, handler: Any) -> bool:
+    """Whether nobody has decided yet what a signal does."""
+    if signum is signal.SIGINT:
+        # From Python 3.11 asyncio.run has a handler that only cancels the main task.
+        runner = getattr(asyncio, "Runner", None)
+        if isinstance(handler, functools.partial) and runner is not None:
+            return getattr(handler.func, "__func__", None) is getattr(
+                runner, "_on_sigint", None
+            )
+        return handler is signal.default_int_handler
+    return handler is signal.SIG_DFL
+
+
+def install(
+    signums: tuple[signal.Signals, ...], react: Callable[[signal.Signals], None]
+) -> Restore:
+    """Have ``react(signum)`` called in the main thread, between two bytecodes.
+
+    Does nothing outside the main thread, and nothing for a signal that the program
+    handles itself.
+
+    Returns:
+        What puts the previous handlers back where ours are still in place.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    pid = os.getpid()
+    previous: dict[signal.Signals, Any] = {}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != pid:
+            # A forked child inherits the handler, not the runtime behind it.
+            die_by(signal.Signals(number))
+            return
+        react(signal.Signals(number))
+
+    def restore() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for signum, before in previous.items():
+            if signal.getsignal(signum) is handle:
+                signal.signal(signum, before)
+
+    for signum in signums:
+        before = signal.getsignal(signum)
+        if _is_default(signum, before):
+            previous[signum] = before
+            signal.signal(signum, handle)
+    return restore
+
+
+def die_by(signum: signal.Signals) -> None:
+    """Let the signal do what it does by default: end the process, tell the parent."""
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)

@@ -1,0 +1,171 @@
+"""What a transport offers to the call machinery, whatever lane carries the call.
+
+Client side: `egress` asks a lane to open a call and gets a `CallHandle`; the lane tells
+it what arrives through `CallEvents`.  Worker side: a lane hands an `IncomingCall` to the
+endpoint that serves its path; the endpoint answers through a `ReplyStream`, and the lane
+tells it what the caller does through `ReplyEvents`.
+
+Everything here runs on the runtime's home loop.  Events are plain calls: they never
+block, never await, never raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    from dynamo.runtime._wire.faults import ErrorObject
+    from dynamo.runtime._wire.payload import AnnotatedItem
+    from dynamo.runtime._wire.propagation import TraceContext
+    from dynamo.runtime._wire.records import EndpointRecord
+
+
+class CallRequest(msgspec.Struct, kw_only=True):
+    """One call as every lane carries it.
+
+    ``packed`` is ``value`` in MessagePack, which nearly every instance takes; the value
+    itself is there for the others.
+    """
+
+    call_id: str
+    value: object
+    packed: bytes
+    metadata: dict[str, str]
+    trace: TraceContext | None = None
+
+
+class CallEvents(Protocol):
+    """What the client's side of a call is told, in this order."""
+
+    def on_reached(self) -> None:
+        """The worker has taken the call and can be told to stop it."""
+
+    def on_started(self) -> None:
+        """The handler runs; items may follow."""
+
+    def on_refused(self, error: Exception, *, inhibits: bool) -> None:
+        """There will be no stream.  The last event."""
+
+    def on_item(self, item: AnnotatedItem, size_bytes: int) -> None:
+        """One item."""
+
+    def on_failed(self, error: ErrorObject) -> None:
+        """The handler failed.  The last event."""
+
+    def on_ended(self) -> None:
+        """The stream is complete.  The last event."""
+
+    def on_lost(self, text: str) -> None:
+        """The connection broke before the end.  The last event."""
+
+
+class CallHandle(Protocol):
+    """What the client's side of a call can do.  All may be called at any time."""
+
+    def stop(self) -> None:
+        """Tell the handler that nobody wants more; what is on its way still comes."""
+
+    def kill(self) -> None:
+        """Tell the handler that the caller has gone, and forget the call."""
+
+    def pause(self) -> None:
+        """Take no more items for now."""
+
+    def resume(self) -> None:
+        """Take items again."""
+
+    def close(self) -> None:
+        """Forget a call that has ended."""
+
+
+class ClientLane(Protocol):
+    """One way to call instances."""
+
+    async def open(
+        self, record: EndpointRecord, request: CallRequest, events: CallEvents
+    ) -> CallHandle:
+        """Send a call; returns once the worker has acknowledged it.
+
+        Raises:
+            CallError: it was not sent, was refused, or was not acknowledged in time.
+        """
+
+    async def probe(self, record: EndpointRecord) -> bool:
+        """Whether the instance can be connected to."""
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+
+
+class ReplyEvents(Protocol):
+    """What the worker's side of a call is told."""
+
+    def on_stop(self, *, killed: bool) -> None:
+        """The caller wants no more (or, if ``killed``, has gone)."""
+
+    def on_writable(self) -> None:
+        """A reply stream that was ``paused`` takes items again."""
+
+
+class ReplyStream(Protocol):
+    """Where the worker's side of a call sends its answer."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether the caller is behind and the handler should wait."""
+
+    def start(self) -> None:
+        """The handler runs."""
+
+    def refuse(self, text: str, error: ErrorObject) -> None:
+        """The handler cannot run.  Ends the stream."""
+
+    def item(self, annotated: bytes) -> None:
+        """One encoded annotated map."""
+
+    def finish(self) -> None:
+        """The stream is complete."""
+
+    def drop(self) -> None:
+        """Close without an end mark: the caller stopped the call, or we failed it."""
+
+
+class IncomingRequest(msgspec.Struct, kw_only=True):
+    """A request as an endpoint sees it."""
+
+    call_id: str
+    metadata: dict[str, str]
+    codec: str
+    body: bytes
+    trace: TraceContext | None
+    ours: bool
+
+
+class IncomingCall(Protocol):
+    """A request that a lane received and has not yet looked into."""
+
+    @property
+    def path(self) -> str:
+        """The path it is for."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Its transport headers."""
+
+    def decode(self) -> IncomingRequest:
+        """Look into it.
+
+        Raises:
+            RemoteProtocolError: it makes no sense; the caller can still be answered
+                through `open` if that works.
+        """
+
+    async def open(self, events: ReplyEvents) -> ReplyStream:
+        """Open the way back to the caller.
+
+        Raises:
+            CallError: the caller cannot be reached.
+        """

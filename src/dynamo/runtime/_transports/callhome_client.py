@@ -1,0 +1,667 @@
+"""The client's side of the genuine lane: request pool, response listener, calls.
+
+A request goes out on a pooled connection to the worker's port and is acknowledged
+there, in order; the answer comes on a connection that the worker opens to our response
+listener, named by a random subject.  Knows nothing of choosing or retrying.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dynamo.runtime._config import advertised_host
+from dynamo.runtime._transports.connection import (
+    Connection,
+    connect,
+    listen,
+    spawn,
+)
+from dynamo.runtime._sealed import override
+from dynamo.runtime._wire.callhome import (
+    KILL,
+    STOP,
+    AckReader,
+    AckReceived,
+    ConnectionInfo,
+    ControlHeader,
+    ErrorReceived,
+    PrologueReceived,
+    ProtocolViolated,
+    ResponseReceiver,
+    StreamEnded,
+    StreamLost,
+    decode_handshake,
+    encode_request_frame,
+    encode_request_payload,
+)
+from dynamo.runtime._wire.faults import exception_of_prologue
+from dynamo.runtime._wire.payload import encode_value, genuine_can_decode
+from dynamo.runtime._wire.propagation import request_headers
+from dynamo.runtime._wire.records import TcpAddress, split_tcp_address
+from dynamo.runtime._wire.two_part import TwoPart, TwoPartReader
+from dynamo.runtime.errors import (
+    CallError,
+    CallTimeout,
+    ConnectionFailed,
+    Overloaded,
+    Refused,
+    RemoteProtocolError,
+    RuntimeClosed,
+)
+
+if TYPE_CHECKING:
+    from dynamo.runtime._config import RuntimeConfig
+    from dynamo.runtime._transports import CallEvents, CallRequest
+    from dynamo.runtime._wire.records import EndpointRecord
+
+_log = logging.getLogger("dynamo.runtime.callhome")
+
+_HANDSHAKE_TIMEOUT_S = 10.0
+_IDLE_CHECK_S = 30.0
+# How long a stopped call is remembered so that a late call-home can be told of the stop.
+_LATE_CALL_HOME_S = 60.0
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+OnAck = Callable[[AckReceived | CallError], None]
+
+
+def _subject() -> str:
+    """A random version-4 UUID in text."""
+    raw = bytearray(os.urandom(16))
+    raw[6] = raw[6] & 0x0F | 0x40
+    raw[8] = raw[8] & 0x3F | 0x80
+    text = raw.hex()
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+class _RequestConnection(Connection):
+    """One pooled connection to a worker's port; acks come in the order of requests."""
+
+    def __init__(self, pool: _HostPool) -> None:
+        super().__init__(pool.loop)
+        self._pool = pool
+        self._reader = AckReader()
+        self._awaited: deque[tuple[float, OnAck]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._retired = False
+
+    @property
+    def usable(self) -> bool:
+        room = len(self._awaited) < self._pool.config.channel_buffer
+        return self.is_open and room and not self._retired
+
+    @property
+    def idle(self) -> bool:
+        return not self._awaited
+
+    def submit(self, frame: bytes, on_ack: OnAck) -> None:
+        """Send a request; ``on_ack`` gets its ack, or the error that replaced it."""
+        limit = self._loop.time() + self._pool.config.request_timeout_s
+        self._awaited.append((limit, on_ack))
+        self.send(frame)
+        if self._timer is None:
+            self._timer = self._loop.call_at(limit, self._expire)
+
+    @override
+    def received(self, data: bytes) -> None:
+        for ack in self._reader.feed(data):
+            if not self._awaited:
+                raise RemoteProtocolError("an ack came that no request waits for")
+            self._awaited.popleft()[1](ack)
+        self._pool.made_room()
+        self._close_if_retired()
+
+    def _expire(self) -> None:
+        """Fail the requests whose time is up; later ones keep their place in the order."""
+        self._timer = None
+        now = self._loop.time()
+        kept: deque[tuple[float, OnAck]] = deque()
+        for limit, on_ack in self._awaited:
+            if limit > now or on_ack is _ignore:
+                kept.append((limit, on_ack))
+                continue
+            # The worker owes this ack still: without its place in the order every
+            # later ack would be credited to the request before it.
+            kept.append((limit, _ignore))
+            self._retired = True
+            on_ack(
+                CallTimeout(
+                    f"DeadlineExceeded: TCP request to {self._pool.authority} timed out",
+                    facts={"limit": "DYN_TCP_REQUEST_TIMEOUT"},
+                )
+            )
+        self._awaited = kept
+        waiting = [limit for limit, on_ack in kept if on_ack is not _ignore]
+        if waiting:
+            self._timer = self._loop.call_at(waiting[0], self._expire)
+        self._close_if_retired()
+
+    def _close_if_retired(self) -> None:
+        if self._retired and all(on_ack is _ignore for _, on_ack in self._awaited):
+            self.abort()
+
+    @override
+    def lost(self, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._pool.remove(self)
+        awaited, self._awaited = self._awaited, deque()
+        for _, on_ack in awaited:
+            # The request was written: the worker may have begun to run it.
+            on_ack(
+                ConnectionFailed(
+                    f"Unavailable: TCP connection to {self._pool.authority} failed",
+                    phase="ack",
+                    retryable=False,
+                    facts={"reason": str(error or "closed by the worker")},
+                )
+            )
+
+
+def _ignore(ack: AckReceived | CallError) -> None:
+    """Stands for a request that was given up before its ack came."""
+
+
+class _HostPool:
+    """The connections to one worker port."""
+
+    def __init__(
+        self, lane: CallhomeClientLane, config: RuntimeConfig, address: TcpAddress
+    ) -> None:
+        self.loop = lane.loop
+        self.config = config
+        self.authority = address.authority
+        self.used_at = self.loop.time()
+        self._lane = lane
+        self._host = address.host
+        self._port = address.port
+        self._connections: list[_RequestConnection] = []
+        self._turn = 0
+        self._opening: asyncio.Task[None] | None = None
+        self._wanting_room: list[asyncio.Future[None]] = []
+
+    async def connection(self) -> _RequestConnection:
+        """A connection with room for one more request.
+
+        Raises:
+            ConnectionFailed: none could be made.
+        """
+        self.used_at = self.loop.time()
+        while True:
+            ready = self._next_usable()
+            if ready is not None:
+                return ready
+            if len(self._connections) < self.config.pool_size:
+                await self._open_one()
+            else:
+                await self._wait_for_room()
+
+    def _next_usable(self) -> _RequestConnection | None:
+        count = len(self._connections)
+        for step in range(count):
+            candidate = self._connections[(self._turn + step) % count]
+            if candidate.usable:
+                self._turn = (self._turn + step + 1) % count
+                return candidate
+        return None
+
+    async def _open_one(self) -> None:
+        """Open one connection, whatever the number of callers that want it."""
+        if self._opening is None:
+            self._opening = spawn(self.loop, self._open())
+            self._opening.add_done_callback(self._opened)
+        opening = self._opening
+        await asyncio.wait((opening,))
+        if opening.cancelled():
+            raise RuntimeClosed("the runtime was shut down while connecting")
+        error = opening.exception()
+        if isinstance(error, ConnectionFailed):
+            # Each caller gets an error of its own, to which its facts can be added.
+            raise ConnectionFailed(str(error), facts=dict(error.facts)) from error
+        if error is not None:
+            raise error
+
+    async def _open(self) -> None:
+        async with self._lane.connecting:
+            connection = await connect(
+                self.loop,
+                lambda: _RequestConnection(self),
+                self._host,
+                self._port,
+                self.config.connect_timeout_s,
+            )
+        self._connections.append(connection)
+
+    def _opened(self, task: asyncio.Task[None]) -> None:
+        self._opening = None
+        if not task.cancelled():
+            task.exception()
+
+    async def _wait_for_room(self) -> None:
+        waiter = self.loop.create_future()
+        self._wanting_room.append(waiter)
+        await waiter
+
+    def made_room(self) -> None:
+        """An ack came or a connection left: let the waiting look again."""
+        waiting, self._wanting_room = self._wanting_room, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def remove(self, connection: _RequestConnection) -> None:
+        if connection in self._connections:
+            self._connections.remove(connection)
+        self.made_room()
+
+    @property
+    def idle(self) -> bool:
+        return self._opening is None and all(c.idle for c in self._connections)
+
+    def close(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+        for connection in list(self._connections):
+            connection.close()
+
+
+class _Call:
+    """One outgoing call: its subject, its response connection, its state machine."""
+
+    def __init__(
+        self,
+        lane: CallhomeClientLane,
+        record: EndpointRecord,
+        authority: str,
+        events: CallEvents,
+    ) -> None:
+        self.subject = _subject()
+        self._lane = lane
+        self._record = record
+        self._authority = authority
+        self._events = events
+        self._receiver = ResponseReceiver(record.codec)
+        self._connection: _ResponseConnection | None = None
+        self._call_home_timer: asyncio.TimerHandle | None = None
+        self._stop_due = False
+        self._over = False
+
+    # CallHandle
+
+    def stop(self) -> None:
+        if self._over or self._receiver.stopped:
+            return
+        if self._connection is not None:
+            self._receiver.stopped = True
+            self._connection.send(STOP)
+            self._connection.flush()
+        elif not self._stop_due:
+            self._stop_due = True
+            self._lane.loop.call_later(_LATE_CALL_HOME_S, self._forget_if_unreached)
+
+    def _forget_if_unreached(self) -> None:
+        if self._connection is None:
+            self.close()
+
+    def kill(self) -> None:
+        if not self._over and self._connection is not None:
+            self._connection.send(KILL)
+        self.close()
+
+    def pause(self) -> None:
+        if self._connection is not None:
+            self._connection.pause_reading()
+
+    def resume(self) -> None:
+        if self._connection is not None:
+            self._connection.resume_reading()
+
+    def close(self) -> None:
+        self._over = True
+        self._lane.listener.forget(self.subject)
+        if self._call_home_timer is not None:
+            self._call_home_timer.cancel()
+        if self._connection is not None:
+            self._connection.close()
+
+    # What the request connection reports.
+
+    def on_ack(self, ack: AckReceived | CallError) -> None:
+        if self._over or self._connection is not None:
+            # A worker that has called home has accepted, whatever became of its ack.
+            return
+        if isinstance(ack, CallError):
+            self._refuse(ack, inhibits=True)
+        elif ack.refusal == "overloaded":
+            error = Overloaded(f"CapacityExhausted: {ack.text}", retry_after=1.0)
+            self._refuse(error, inhibits=False)
+        elif ack.refusal == "unavailable":
+            self._refuse(Refused(f"Unavailable: {ack.text}"), inhibits=True)
+        elif self._record.ours:
+            # Ours calls home at once, also when the request has to wait there.
+            self._call_home_timer = self._lane.loop.call_later(
+                self._lane.config.call_home_timeout_s, self._no_call_home
+            )
+
+    def _no_call_home(self) -> None:
+        limit = self._lane.config.call_home_timeout_s
+        error = CallTimeout(
+            f"DeadlineExceeded: worker {self._authority} acknowledged the request but "
+            f"did not call home to {self._lane.listener.address} within {limit:g} s: "
+            "can it reach that address?",
+            phase="start",
+            facts={"response_address": self._lane.listener.address},
+        )
+        self._refuse(error, inhibits=True)
+
+    def give_up(self) -> None:
+        """The runtime closes before the worker called home."""
+        error = RuntimeClosed("the runtime was shut down during the call")
+        self._refuse(error, inhibits=False)
+
+    def _refuse(self, error: Exception, *, inhibits: bool) -> None:
+        self.close()
+        self._events.on_refused(error, inhibits=inhibits)
+
+    # What the response connection reports.
+
+    def called_home(self, connection: _ResponseConnection) -> None:
+        self._connection = connection
+        if self._call_home_timer is not None:
+            self._call_home_timer.cancel()
+        self._events.on_reached()
+        if self._stop_due:
+            self.stop()
+
+    def receive(self, frame: TwoPart) -> None:
+        if not self._over:
+            self._handle(self._receiver.receive(frame), len(frame.body))
+
+    def receive_eof(self) -> None:
+        if not self._over:
+            self._handle(self._receiver.receive_eof(), 0)
+
+    def _handle(self, event: object, size_bytes: int) -> None:
+        if event is None:
+            return
+        if isinstance(event, PrologueReceived):
+            self._begin(event)
+        elif isinstance(event, ErrorReceived):
+            self.close()
+            self._events.on_failed(event.error)
+        elif isinstance(event, StreamEnded):
+            self.close()
+            self._events.on_ended()
+        elif isinstance(event, StreamLost):
+            self.close()
+            self._events.on_lost("Stream ended before generation completed")
+        elif isinstance(event, ProtocolViolated):
+            _log.warning("worker %s broke the protocol: %s", self._authority, event)
+            self.kill()
+            self._events.on_lost("Stream ended before generation completed")
+        else:
+            self._events.on_item(event, size_bytes)  # type: ignore[arg-type]
+
+    def _begin(self, prologue: PrologueReceived) -> None:
+        if prologue.error is None:
+            self._events.on_started()
+            return
+        error, inhibits = exception_of_prologue(
+            prologue.error,
+            prologue.typed_error,
+            instance_id=self._record.instance_id,
+        )
+        self._refuse(error, inhibits=inhibits)
+
+
+class _ResponseConnection(Connection):
+    """A connection that a worker opened to our listener."""
+
+    def __init__(self, listener: ResponseListener) -> None:
+        super().__init__(listener.loop)
+        self._listener = listener
+        self._reader = TwoPartReader()
+        self._call: _Call | None = None
+        self._handshake_timer: asyncio.TimerHandle | None = None
+
+    @override
+    def opened(self) -> None:
+        assert self._transport is not None
+        sock = self._transport.get_extra_info("socket")
+        # Our death must reach a silent genuine worker as a reset; a FIN is no news to it.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        self._handshake_timer = self._loop.call_later(_HANDSHAKE_TIMEOUT_S, self.abort)
+        self._listener.connections.add(self)
+
+    @override
+    def received(self, data: bytes) -> None:
+        for frame in self._reader.feed(data):
+            if self._call is not None:
+                self._call.receive(frame)
+            elif not self._handshake(frame):
+                return
+
+    def _handshake(self, frame: TwoPart) -> bool:
+        if self._handshake_timer is not None:
+            self._handshake_timer.cancel()
+        handshake = decode_handshake(frame)
+        call = self._listener.take(handshake.subject)
+        if call is None or handshake.stream_type != "response":
+            # Given up meanwhile, or never ours: the reset tells the worker so.
+            self.abort()
+            return False
+        self._call = call
+        call.called_home(self)
+        return True
+
+    @override
+    def lost(self, error: Exception | None) -> None:
+        self._listener.connections.discard(self)
+        if self._handshake_timer is not None:
+            self._handshake_timer.cancel()
+        if self._call is not None:
+            self._call.receive_eof()
+
+
+class ResponseListener:
+    """The port to which workers call home; one per runtime, opened on first use."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
+        self.loop = loop
+        self.address = ""
+        self.connections: set[_ResponseConnection] = set()
+        self._config = config
+        self._waiting: dict[str, _Call] = {}
+        self._server: asyncio.Server | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Listen, if not done before.
+
+        Raises:
+            CannotListen: the address cannot be bound.
+        """
+        async with self._starting:
+            if self._server is not None:
+                return
+            self._server, port = await listen(
+                self.loop,
+                lambda: _ResponseConnection(self),
+                self._config.response_host,
+                self._config.response_port,
+                backlog=self._config.listen_backlog,
+                settings="DYN_TCP_RESPONSE_STREAM_HOST, DYN_TCP_RESPONSE_STREAM_PORT",
+            )
+            host = advertised_host(self._config.response_host)
+            self.address = TcpAddress(host, port, "").authority
+
+    def expect(self, call: _Call) -> None:
+        self._waiting[call.subject] = call
+
+    def take(self, subject: str) -> _Call | None:
+        return self._waiting.pop(subject, None)
+
+    def forget(self, subject: str) -> None:
+        self._waiting.pop(subject, None)
+
+    def close(self) -> None:
+        """Take no more calls home.  Streams in progress run to their end."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for call in list(self._waiting.values()):
+            call.give_up()
+
+
+class CallhomeClientLane:
+    """Calls of one runtime over the genuine lane."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
+        self.loop = loop
+        self.config = config
+        self.listener = ResponseListener(loop, config)
+        self.connecting = asyncio.Semaphore(config.global_connect_limit)
+        self._pools: dict[tuple[str, int], _HostPool] = {}
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    async def open(
+        self, record: EndpointRecord, request: CallRequest, events: CallEvents
+    ) -> _Call:
+        if self._closed:
+            raise RuntimeClosed("the runtime was shut down")
+        address = _callable_address(record)
+        body = _encode_for(record, request)
+        await self.listener.start()
+        connection = await self._pool(address).connection()
+        call = _Call(self, record, address.authority, events)
+        frame = self._frame(address, record, request, call, body)
+        self.listener.expect(call)
+        connection.submit(frame, call.on_ack)
+        return call
+
+    def _frame(
+        self,
+        address: TcpAddress,
+        record: EndpointRecord,
+        request: CallRequest,
+        call: _Call,
+        body: bytes,
+    ) -> bytes:
+        control = ControlHeader(
+            id=request.call_id,
+            codec=record.codec,
+            metadata=request.metadata,
+            response=ConnectionInfo(
+                address=self.listener.address,
+                subject=call.subject,
+                context=request.call_id,
+                stream_type="response",
+            ),
+        )
+        headers = request_headers(
+            request_id=request.call_id,
+            path=address.path,
+            sent_ns=time.time_ns(),
+            trace=request.trace,
+        )
+        return encode_request_frame(
+            address.path,
+            headers,
+            encode_request_payload(control, body),
+            max_message_bytes=self.config.max_message_bytes,
+        )
+
+    def _pool(self, address: TcpAddress) -> _HostPool:
+        key = (address.host, address.port)
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._pools[key] = _HostPool(self, self.config, address)
+            self._watch_idle()
+        return pool
+
+    def _watch_idle(self) -> None:
+        if self._idle_timer is None and self._pools and not self._closed:
+            pause = max(_IDLE_CHECK_S, self.config.host_idle_ttl_s / 2)
+            self._idle_timer = self.loop.call_later(pause, self._drop_idle)
+
+    def _drop_idle(self) -> None:
+        self._idle_timer = None
+        limit = self.loop.time() - self.config.host_idle_ttl_s
+        for key, pool in list(self._pools.items()):
+            if pool.idle and pool.used_at <= limit:
+                pool.close()
+                del self._pools[key]
+        self._watch_idle()
+
+    async def probe(self, record: EndpointRecord) -> bool:
+        try:
+            address = _callable_address(record)
+            connection = await connect(
+                self.loop,
+                lambda: Connection(self.loop),
+                address.host,
+                address.port,
+                self.config.connect_timeout_s,
+            )
+        except CallError:
+            return False
+        connection.close()
+        return True
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+        self.listener.close()
+
+
+def _callable_address(record: EndpointRecord) -> TcpAddress:
+    if record.transport_kind != "tcp":
+        raise CallError(
+            f"Invalid TCP address '{record.address}': invalid socket address syntax "
+            f"(the instance serves on {record.transport_kind}, this client calls on "
+            "tcp: use the same request plane on both sides)",
+            instance_id=record.instance_id,
+        )
+    try:
+        return split_tcp_address(record.address)
+    except RemoteProtocolError as error:
+        raise CallError(str(error), instance_id=record.instance_id) from error
+
+
+def _encode_for(record: EndpointRecord, request: CallRequest) -> bytes:
+    """The body for this instance.
+
+    Raises:
+        CallError: the instance cannot read the value.
+    """
+    if record.codec == "msgpack":
+        reason = None if record.ours else genuine_can_decode(request.value)
+        if reason is not None:
+            raise CallError(
+                f"InvalidRequest: the worker cannot decode this request: {reason}",
+                phase="send",
+                instance_id=record.instance_id,
+            )
+        return request.packed
+    try:
+        return encode_value(request.value, record.codec)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CallError(
+            f"InvalidRequest: the request cannot be encoded as {record.codec}, which "
+            f"instance {record.instance_id:x} asks for: {error}",
+            phase="send",
+            instance_id=record.instance_id,
+        ) from error

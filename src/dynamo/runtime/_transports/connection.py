@@ -1,0 +1,259 @@
+"""One TCP connection as an asyncio.Protocol: batched writes, watermarks, closing.
+
+Owns the border between asyncio's transports and everything above: OSError becomes a
+typed error here and nowhere else.  Knows no protocol; subclasses feed their reader in
+`received`, which must not raise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from dynamo.runtime._sealed import override
+from dynamo.runtime.errors import CannotListen, ConnectionFailed, ProtocolError
+
+_log = logging.getLogger("dynamo.runtime.transport")
+
+T = TypeVar("T")
+P = TypeVar("P", bound="Connection")
+
+# Small frames of one turn of the loop go out in one write; more than this many, or this
+# much, do not wait for the end of the turn: the peer can start while we go on.
+_EARLY_FRAMES = 16
+_EARLY_BYTES = 64 * 1024
+_HIGH_WATER = 256 * 1024
+
+
+def spawn(
+    loop: asyncio.AbstractEventLoop,
+    coroutine: Coroutine[Any, Any, T],
+    context: contextvars.Context | None = None,
+) -> asyncio.Task[T]:
+    """A task in a context of its own; without one, in an empty context.
+
+    Python 3.10 has no ``create_task(context=)``; a task copies the current context.
+    """
+    inside = contextvars.Context() if context is None else context
+    return inside.run(loop.create_task, coroutine)
+
+
+class Connection(asyncio.Protocol):
+    """A connection that sends in batches.  One per socket; not reusable."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._out: list[bytes] = []
+        self._out_bytes = 0
+        self._flush_due = False
+        self._closing = False
+        self.paused = False
+        self.reading = True
+
+    # What subclasses override.
+
+    def opened(self) -> None:
+        """The connection stands."""
+
+    def received(self, data: bytes) -> None:
+        """Bytes arrived.  A `ProtocolError` closes the connection with a log line."""
+
+    def peer_finished(self) -> bool:
+        """The peer sent FIN.  Return True to keep our half open."""
+        return False
+
+    def lost(self, error: Exception | None) -> None:
+        """The connection has gone; called once, after `opened`."""
+
+    def writable(self) -> None:
+        """``paused`` became False."""
+
+    # What subclasses and owners call.
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._closing
+
+    @property
+    def peer(self) -> str:
+        """The peer's address for log lines."""
+        name = self._transport and self._transport.get_extra_info("peername")
+        return f"{name[0]}:{name[1]}" if name else "a closed connection"
+
+    def send(self, frame: bytes) -> None:
+        """Queue a frame; it goes out at the end of this turn of the loop at the latest."""
+        if self._closing:
+            return
+        self._out.append(frame)
+        self._out_bytes += len(frame)
+        if len(self._out) >= _EARLY_FRAMES or self._out_bytes >= _EARLY_BYTES:
+            self.flush()
+        elif not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon(self._flush_at_end_of_turn)
+
+    def _flush_at_end_of_turn(self) -> None:
+        self._flush_due = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand everything queued to the socket."""
+        out = self._out
+        if not out or self._transport is None:
+            return
+        data = out[0] if len(out) == 1 else b"".join(out)
+        self._out = []
+        self._out_bytes = 0
+        self._transport.write(data)
+
+    def pause_reading(self) -> None:
+        """Take no more bytes from the socket."""
+        if self.reading and self._transport is not None:
+            self.reading = False
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Take bytes again."""
+        if not self.reading and self._transport is not None:
+            self.reading = True
+            # The transport remembers the context in which it was resumed for all its
+            # later call-backs: never that of the task which happened to make room.
+            contextvars.Context().run(self._transport.resume_reading)
+
+    def close(self) -> None:
+        """Send what is queued, then close."""
+        if self._transport is not None and not self._closing:
+            self.flush()
+            self._closing = True
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once; what is queued is lost."""
+        self._closing = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=_HIGH_WATER)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.opened()
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
+        try:
+            self.received(data)
+        except ProtocolError as error:
+            _log.warning("closing the connection with %s: %s", self.peer, error)
+            self.abort()
+
+    @override
+    def eof_received(self) -> bool:
+        return self.peer_finished()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing = True
+        self._transport = None
+        self._out.clear()
+        self.lost(exc)
+
+    @override
+    def pause_writing(self) -> None:
+        self.paused = True
+
+    @override
+    def resume_writing(self) -> None:
+        self.paused = False
+        self.writable()
+
+
+async def connect(
+    loop: asyncio.AbstractEventLoop,
+    factory: Callable[[], P],
+    host: str,
+    port: int,
+    timeout_s: float,
+) -> P:
+    """Open a connection.
+
+    Raises:
+        ConnectionFailed: refused, unreachable, or not there within ``timeout_s``.
+    """
+    # A task of its own: its call-backs must not inherit the caller's context, and a
+    # connection that stands just as the caller is cancelled must not leak.
+    task = spawn(loop, _create_connection(loop, factory, host, port))
+    try:
+        await asyncio.wait((task,), timeout=timeout_s)
+    except asyncio.CancelledError:
+        task.cancel()
+        task.add_done_callback(_abandon)
+        raise
+    if task.done() and not task.cancelled() and task.exception() is None:
+        return task.result()
+    task.cancel()
+    task.add_done_callback(_abandon)
+    authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    cause = task.exception() if task.done() and not task.cancelled() else None
+    raise ConnectionFailed(
+        f"Unavailable: TCP connection to {authority} failed",
+        facts={
+            "address": authority,
+            "reason": str(cause) if cause else f"no answer within {timeout_s:g} s",
+        },
+    ) from cause
+
+
+async def _create_connection(
+    loop: asyncio.AbstractEventLoop, factory: Callable[[], P], host: str, port: int
+) -> P:
+    _, protocol = await loop.create_connection(factory, host, port)
+    return protocol
+
+
+def _abandon(task: asyncio.Task[P]) -> None:
+    """Close a connection that came to stand after nobody waited for it any more."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().abort()
+
+
+async def listen(
+    loop: asyncio.AbstractEventLoop,
+    factory: Callable[[], Connection],
+    host: str,
+    port: int,
+    *,
+    backlog: int,
+    settings: str,
+) -> tuple[asyncio.Server, int]:
+    """Listen on an address; returns the server and its real port.
+
+    Args:
+        settings: The names of the variables that choose the address, for the error.
+
+    Raises:
+        CannotListen: the address cannot be bound.
+    """
+    serving = loop.create_server(factory, host, port, backlog=backlog)
+    # Accepted connections inherit the context in which the server was made.
+    task = spawn(loop, serving)
+    try:
+        server = await task
+    except OSError as error:
+        raise CannotListen(
+            f"cannot listen on {host}:{port} ({settings}): {error.strerror or error}"
+        ) from error
+    return server, int(server.sockets[0].getsockname()[1])

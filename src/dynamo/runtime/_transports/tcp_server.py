@@ -1,0 +1,233 @@
+"""The worker's request port: accepts connections, cuts request frames, sends acks.
+
+Owns the listener and the table from endpoint paths to those who serve them.  Decides
+nothing about a request: whoever serves the path answers with the text of the ack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections.abc import Callable
+from typing import ClassVar
+
+from dynamo.runtime._transports.connection import Connection, listen
+from dynamo.runtime._sealed import override
+from dynamo.runtime._wire.callhome import (
+    INVALID_PATH_TEXT,
+    RequestReader,
+    RequestReceived,
+    RequestTooLarge,
+    encode_ack,
+    too_large_text,
+    unknown_endpoint_text,
+)
+
+_log = logging.getLogger("dynamo.runtime.server")
+
+# The genuine backlog; it cannot be set there either.
+_BACKLOG = 128
+# A frame under way must bring this much per interval, or its sender is given up.
+_PROGRESS_BYTES = 64 * 1024
+_TLS_CLIENT_HELLO = b"\x16\x03"
+_HTTP_VERBS = (b"GET ", b"POST", b"PUT ", b"HEAD", b"PRI ", b"OPTI", b"DELE", b"PATC")
+
+Serve = Callable[[RequestReceived], str]
+"""Takes a request for one path and returns the text of its ack; empty is accepted."""
+
+
+class RequestServer:
+    """The request port of one or more runtimes of one loop."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        max_message_bytes: int,
+        frame_timeout_s: float,
+    ) -> None:
+        self.loop = loop
+        self.max_message_bytes = max_message_bytes
+        self.frame_timeout_s = frame_timeout_s
+        self._served: dict[str, Serve] = {}
+        self._server: asyncio.Server | None = None
+        self._connections: weakref.WeakSet[_RequestConnection] = weakref.WeakSet()
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, and return the real port.
+
+        Raises:
+            CannotListen: the address cannot be bound.
+        """
+        self._server, real_port = await listen(
+            self.loop,
+            lambda: _RequestConnection(self),
+            host,
+            port,
+            backlog=_BACKLOG,
+            settings="DYN_TCP_RPC_HOST, DYN_TCP_RPC_PORT",
+        )
+        return real_port
+
+    def serve(self, path: str, serve: Serve) -> None:
+        """Send requests for ``path`` to ``serve``; a later one replaces an earlier."""
+        self._served[path] = serve
+
+    def forget(self, path: str, serve: Serve) -> bool:
+        """Serve ``path`` no longer; False if somebody else took it over meanwhile."""
+        if self._served.get(path) != serve:
+            return False
+        del self._served[path]
+        return True
+
+    def answer(self, request: RequestReceived) -> str:
+        """The text of the ack for a request."""
+        if request.path is None:
+            return INVALID_PATH_TEXT
+        serve = self._served.get(request.path)
+        if serve is None:
+            return unknown_endpoint_text(request.path)
+        return serve(request)
+
+    def close(self) -> None:
+        """Stop listening and close every connection."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for connection in list(self._connections):
+            connection.close()
+
+    def track(self, connection: _RequestConnection) -> None:
+        """Remember an open connection until it is closed."""
+        self._connections.add(connection)
+
+
+class SharedServers:
+    """The fixed ports of this process, each opened once and shared by its runtimes.
+
+    The only state of the process that outlives a runtime: with ``DYN_TCP_RPC_PORT`` set
+    a second runtime of the same loop could not bind otherwise.
+    """
+
+    _open: ClassVar[dict[tuple[int, str, int], tuple[RequestServer, int]]] = {}
+
+    @classmethod
+    async def open(
+        cls,
+        loop: asyncio.AbstractEventLoop,
+        host: str,
+        port: int,
+        *,
+        max_message_bytes: int,
+        frame_timeout_s: float,
+    ) -> tuple[RequestServer, int]:
+        """A server on that address and its real port; give it back with `release`.
+
+        Raises:
+            CannotListen: the address cannot be bound.
+        """
+        key = (id(loop), host, port)
+        server, users = cls._open.get(key, (None, 0))
+        if server is not None and port != 0:
+            cls._open[key] = (server, users + 1)
+            return server, port
+        server = RequestServer(
+            loop, max_message_bytes=max_message_bytes, frame_timeout_s=frame_timeout_s
+        )
+        real_port = await server.start(host, port)
+        if port != 0:
+            cls._open[key] = (server, 1)
+        return server, real_port
+
+    @classmethod
+    def release(cls, server: RequestServer) -> None:
+        """Close the server, unless another runtime still uses it."""
+        for key, (shared, users) in list(cls._open.items()):
+            if shared is server:
+                if users > 1:
+                    cls._open[key] = (server, users - 1)
+                    return
+                del cls._open[key]
+        server.close()
+
+
+class _RequestConnection(Connection):
+    """One client's connection to the request port."""
+
+    def __init__(self, server: RequestServer) -> None:
+        super().__init__(server.loop)
+        self._owner = server
+        self._reader = RequestReader(server.max_message_bytes)
+        self._received_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @override
+    def opened(self) -> None:
+        self._owner.track(self)
+
+    @override
+    def received(self, data: bytes) -> None:
+        if self._received_bytes == 0 and self._is_foreign(data):
+            return
+        self._received_bytes += len(data)
+        events = self._reader.feed(data)
+        if events:
+            self._stop_watching()
+        for event in events:
+            if isinstance(event, RequestTooLarge):
+                text = too_large_text(event.size_bytes, event.max_bytes)
+                _log.warning("request from %s refused: %s", self.peer, text)
+                self.send(encode_ack(text))
+                self.close()
+                return
+            self.send(encode_ack(self._owner.answer(event)))
+        if self.paused:
+            # A client that reads no acks sends no further requests either.
+            self.pause_reading()
+        self._watch_frame()
+
+    @override
+    def writable(self) -> None:
+        self.resume_reading()
+
+    def _is_foreign(self, data: bytes) -> bool:
+        """Close what is plainly another protocol, with one line for the operator."""
+        if data.startswith(_TLS_CLIENT_HELLO):
+            what = "TLS, but this port is plain: set DYN_TCP_TLS_* alike on both sides"
+        elif data.startswith(_HTTP_VERBS):
+            what = "HTTP, but this is the request port of a worker"
+        else:
+            return False
+        _log.warning("closing the connection with %s: it speaks %s", self.peer, what)
+        self.abort()
+        return True
+
+    def _watch_frame(self) -> None:
+        """Time frames from their first byte: pools connect long before they send."""
+        if self._reader.mid_frame and self._deadline is None:
+            self._deadline = self._loop.call_later(
+                self._owner.frame_timeout_s, self._check_frame, self._received_bytes
+            )
+
+    def _stop_watching(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _check_frame(self, before_bytes: int) -> None:
+        self._deadline = None
+        if self._received_bytes - before_bytes >= _PROGRESS_BYTES:
+            self._watch_frame()
+            return
+        _log.warning(
+            "closing the connection with %s: a request frame was not completed within "
+            "%g s",
+            self.peer,
+            self._owner.frame_timeout_s,
+        )
+        self.abort()
+
+    @override
+    def lost(self, error: Exception | None) -> None:
+        self._stop_watching()
