@@ -54,7 +54,8 @@ def named(name: str, step: Step) -> Step:
 
 
 def tests(name: str, *args: str, limit_s: float) -> Step:
-    command = [sys.executable, "-m", "pytest", "-q", f"--timeout={20 * SCALE:g}", *args]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short"]
+    command += [f"--timeout={20 * SCALE:g}", *args]
     return Step(name, command, limit_s * SCALE, counts=True)
 
 
