@@ -1,0 +1,200 @@
+"""Runs steps of the checks by name, one after the other, and says how it went.
+
+The only place that knows what a step runs: the Makefile and ./run-tests call this.
+Every step has a time limit; what it leaves running is killed.  DYN_TEST_SCALE is the
+factor of the long forms: more work, and as much more time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = Path(sys.executable).parent
+SCALE = float(os.environ.get("DYN_TEST_SCALE", "1"))
+COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+
+
+@dataclasses.dataclass
+class Step:
+    """A command with a limit; ``counts`` says whether it prints numbers of tests."""
+
+    name: str
+    command: list[str]
+    limit_s: float
+    counts: bool = False
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a step ended; the numbers are of tests, or the step itself counts as one."""
+
+    step: Step
+    verdict: str
+    duration_s: float
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+
+def tool(name: str, *args: str, limit_s: float = 60) -> Step:
+    return Step(name, [str(TOOLS / name), *args], limit_s)
+
+
+def named(name: str, step: Step) -> Step:
+    return dataclasses.replace(step, name=name)
+
+
+def tests(name: str, *args: str, limit_s: float) -> Step:
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short"]
+    command += [f"--timeout={20 * SCALE:g}", *args]
+    return Step(name, command, limit_s * SCALE, counts=True)
+
+
+BUILD = Step("build", [sys.executable, "-m", "hatchling", "build", "-d", "dist"], 60)
+CONFORMANCE = Step(
+    "conformance", [sys.executable, "tests/conformance.py"], 420, counts=True
+)
+CHECK = [
+    named("format", tool("ruff", "format", "--check", ".")),
+    named("lint", tool("ruff", "check", ".")),
+    named("layers", tool("lint-imports")),
+    named("spelling", tool("codespell")),
+    named("dependencies", tool("deptry", "src")),
+    named("types", tool("mypy", limit_s=120)),
+    named("public types", tool("basedpyright", limit_s=120)),
+    tests("unit", "tests/unit", "src", "--doctest-modules", limit_s=120),
+]
+DIST = [BUILD, tests("packaging", "tests/packaging", limit_s=120)]
+TEST_FOLDERS = {
+    "integration": tests("integration", "tests/integration", "-n", "auto", limit_s=240),
+    "faults": tests("faults", "tests/faults", limit_s=240),
+    "interop": tests("interop", "tests/interop", limit_s=240),
+    "examples": tests("examples", "tests/test_examples.py", limit_s=240),
+}
+GROUPS: dict[str, list[Step]] = {
+    "check": CHECK,
+    "dist": DIST,
+    "conformance": [CONFORMANCE],
+    **{name: [step] for name, step in TEST_FOLDERS.items()},
+    "ci": [*CHECK, *DIST, *TEST_FOLDERS.values(), CONFORMANCE],
+}
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # the usual case: nothing was left running
+
+
+def run_command(step: Step) -> tuple[int, list[str]]:
+    """Run a step in a process group of its own; return its exit code and output."""
+    process = subprocess.Popen(
+        step.command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    limit = threading.Timer(step.limit_s, kill_group, [process])
+    limit.start()
+    lines: list[str] = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if step.counts:  # the long ones show that they are moving
+                print(line, end="", flush=True)
+        return process.wait(), lines
+    finally:
+        limit.cancel()
+        kill_group(process)
+        process.stdout.close()
+
+
+def count_tests(lines: list[str]) -> dict[str, int]:
+    """The numbers in the last line that has some: "3 passed, 1 skipped in 2.1s"."""
+    for line in reversed(lines):
+        found = COUNT.findall(line)
+        if found:
+            return {word.rstrip("s"): int(number) for number, word in found}
+    return {}
+
+
+def run_step(step: Step, place: str) -> Outcome:
+    print(f"== [{place}] {step.name}", flush=True)
+    started = time.monotonic()
+    code, lines = run_command(step)
+    duration_s = time.monotonic() - started
+    if duration_s >= step.limit_s:
+        verdict = f"FAILED: over its limit of {step.limit_s:g} s"
+    else:
+        verdict = "FAILED" if code else "ok"
+    if code and not step.counts:
+        print("".join(lines), end="", flush=True)
+    numbers = count_tests(lines) if step.counts else {}
+    failed = numbers.get("failed", 0) + numbers.get("error", 0)
+    return Outcome(
+        step,
+        verdict,
+        duration_s,
+        passed=numbers.get("passed", 0),
+        failed=max(failed, 1) if verdict != "ok" else 0,
+        skipped=numbers.get("skipped", 0),
+    )
+
+
+def summarize(outcomes: list[Outcome]) -> int:
+    """Print the table and the line with the totals; return the exit code."""
+    print(f"\n{'step':<14}{'time':>8}{'passed':>8}{'failed':>8}{'skipped':>8}")
+    for one in outcomes:
+        numbers = f"{one.passed:>8}{one.failed:>8}{one.skipped:>8}"
+        if not one.step.counts:
+            numbers = " " * 24
+        print(f"{one.step.name:<14}{one.duration_s:>7.1f}s{numbers}  {one.verdict}")
+    broken = [one.step.name for one in outcomes if one.verdict != "ok"]
+    print(f"\nFailed: {', '.join(broken)}" if broken else "\nAll steps passed.")
+    passed = sum(one.passed for one in outcomes)
+    failed = sum(one.failed for one in outcomes)
+    skipped = sum(one.skipped for one in outcomes)
+    print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
+    return 1 if broken else 0
+
+
+def exists(step: Step) -> bool:
+    """False, with a line, for a folder of tests that nobody has begun yet."""
+    folders = [arg for arg in step.command if arg.startswith("tests/")]
+    missing = [folder for folder in folders if not (ROOT / folder).exists()]
+    for folder in missing:
+        print(f"== {step.name}: there is no {folder} yet", flush=True)
+    return not missing
+
+
+def main(names: list[str]) -> int:
+    unknown = [name for name in names if name not in GROUPS]
+    if unknown or not names:
+        print(f"usage: steps.py NAME ...; known: {', '.join(GROUPS)}", file=sys.stderr)
+        return 2
+    steps = [step for name in names for step in GROUPS[name] if exists(step)]
+    return summarize(
+        [
+            run_step(step, f"{number}/{len(steps)}")
+            for number, step in enumerate(steps, 1)
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,40 @@
+# The commands for working on the project.  What each step runs is in .ci/steps.py.
+.DEFAULT_GOAL := help
+steps := .venv/bin/python .ci/steps.py
+
+.PHONY: help
+help:           ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+.PHONY: setup
+setup:          ## make .venv with everything below
+	@.ci/setup dev
+
+.PHONY: fix
+fix: setup      ## format, and apply the safe fixes of the linter
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+.PHONY: constraints
+constraints: setup ## bring constraints.txt up to date
+	UV_PYTHON_DOWNLOADS=never .venv/bin/uv pip compile pyproject.toml \
+	  --universal --python-version 3.10 --all-extras --group dev --upgrade \
+	  --no-header --no-annotate --quiet --output-file constraints.txt
+
+.PHONY: check integration faults interop conformance dist ci soak
+check: setup    ## format, lint, layers, spelling, dependencies, types, unit tests (< 60 s)
+	@$(steps) check
+integration: setup ## sockets, files, real etcd and NATS processes
+	@$(steps) integration
+faults: setup   ## cut, stall, corrupt, kill
+	@$(steps) faults
+interop: setup  ## with the genuine wheel (DYN_GENUINE_PYTHON)
+	@$(steps) interop
+conformance: setup ## the black-box suite, in the pairs ours/ours, genuine/ours, ours/genuine
+	@$(steps) conformance
+dist: setup     ## build wheel and sdist in dist/ and look into them
+	@$(steps) dist
+ci: setup       ## all of the above, as ./run-tests does (< 15 min)
+	@$(steps) ci
+soak: setup     ## integration and faults in their long forms
+	@DYN_TEST_SCALE=$${DYN_TEST_SCALE:-10} $(steps) integration faults

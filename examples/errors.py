@@ -1,0 +1,80 @@
+"""What a caller sees when something goes wrong, and how to tell the cases apart.
+
+Every exception derives from ``DynamoException``; ``dynamo.runtime.errors`` shows the
+tree.  Facts are attributes, so no text has to be parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from dynamo.runtime import Client, DistributedRuntime, dynamo_worker
+from dynamo.runtime.errors import (
+    InvalidArgument,
+    NoInstances,
+    RemoteError,
+    RemoteUnavailable,
+)
+
+
+async def work(request: str) -> AsyncIterator[str]:
+    """Yield one item and then fail as requested."""
+    yield "first item"
+    if request == "bad argument":
+        raise InvalidArgument("the request is wrong")
+    if request == "bug":
+        raise ValueError("no such thing")
+    if request == "database":
+        raise ConnectionRefusedError("database is down")
+
+
+async def call(client: Client, request: str) -> None:
+    """Print what arrives; items before an error are always delivered."""
+    print(f"--- {request}")
+    async for item in await client.random(request, annotated=False, timeout=10):
+        print("item:", item)
+
+
+async def try_handler_errors(client: Client) -> None:
+    """Errors that the handler raised.  They are never retried by the runtime."""
+    try:
+        await call(client, "bad argument")
+    except InvalidArgument as error:  # the only class that comes back as itself
+        print("InvalidArgument:", error)
+    try:
+        await call(client, "bug")
+    except RemoteError as error:  # also a ValueError, as in the genuine runtime
+        print("RemoteError:", error)
+    try:
+        await call(client, "database")
+    except RemoteUnavailable as error:  # also a built-in ConnectionError
+        print("RemoteUnavailable:", error)
+        print("is a ConnectionError:", isinstance(error, ConnectionError))
+
+
+async def try_nobody_there(runtime: DistributedRuntime) -> None:
+    """An error before any worker saw the call: trying again later is safe."""
+    print("--- nobody serves this")
+    client = await runtime.endpoint("examples.errors.nobody").client()
+    try:
+        await client.random("anything", timeout=10)
+    except NoInstances as error:
+        print("NoInstances, retryable:", error.retryable)
+
+
+@dynamo_worker()
+async def main(runtime: DistributedRuntime) -> None:
+    """Serve, provoke each kind of error, shut down."""
+    endpoint = runtime.endpoint("examples.errors.work")
+    serving = endpoint.serve_endpoint(work)
+    client = await endpoint.client()
+    await client.wait_for_instances(timeout=10)
+    await try_handler_errors(client)
+    await try_nobody_there(runtime)
+    runtime.shutdown()
+    await serving
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

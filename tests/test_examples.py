@@ -1,0 +1,161 @@
+"""Runs every example, every Python block of the README and every command in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LIMIT_S = 60
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# What an example must print: these lines, in this order, others may stand between.
+EXPECTED = {
+    "hello": [
+        "client: found 2 worker(s)",
+        "client: Hello, Ada from (anna|bert)",
+        "client: Hello, Grace from (anna|bert)",
+        "client: Hello, Barbara from (anna|bert)",
+        "client: Hello, Frances from (anna|bert)",
+        "anna: ended with exit code 0",
+        "bert: ended with exit code 0",
+        "It worked.",
+    ],
+    "typed_endpoint.py": [
+        "plate 1: soup",
+        "plate 2: soup",
+        "refused: InvalidRequest, raised as ValueError",
+    ],
+    "errors.py": [
+        "--- bad argument",
+        "item: first item",
+        "InvalidArgument: the request is wrong",
+        "--- bug",
+        "item: first item",
+        "RemoteError: InvalidRequest: ValueError: no such thing",
+        "--- database",
+        "item: first item",
+        "RemoteUnavailable: Unavailable: ConnectionRefusedError: database is down",
+        "is a ConnectionError: True",
+        "--- nobody serves this",
+        "NoInstances, retryable: True",
+    ],
+    "cancellation.py": [
+        "the handler was stopped: by leaving",
+        "the handler was stopped: by context",
+        "the caller got a TimeoutError",
+        "the handler was stopped: by deadline",
+    ],
+    "pipeline.py": [
+        "front end: request request-1",
+        "back end: request request-1 for ada",
+        "client: NAMED",
+        "client: STREAMING",
+        "client: ENDPOINTS",
+    ],
+}
+README_EXPECTED = {"./run-example": EXPECTED["hello"]}
+
+pytestmark = pytest.mark.slow
+
+
+def blocks(language: str) -> list[str]:
+    return [text for kind, text in BLOCK.findall(README) if kind == language]
+
+
+def commands() -> list[str]:
+    return [line for text in blocks("bash") for line in text.splitlines()]
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> dict[str, str]:
+    """An environment in which the default backend keeps its files in tmp_path."""
+    names = ("TMPDIR", "HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "XDG_STATE_HOME")
+    return {
+        **os.environ,
+        **dict.fromkeys(names, str(tmp_path)),
+        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONUNBUFFERED": "1",
+        "DYN_EXAMPLE_PYTHON": sys.executable,
+    }
+
+
+def run(command: list[str], environment: dict[str, str]) -> str:
+    """Run a program to its end and return its output; it must succeed."""
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def assert_lines_in_order(output: str, patterns: list[str]) -> None:
+    lines = iter(output.splitlines())
+    for pattern in patterns:
+        literal = re.escape(pattern).replace(r"\(anna\|bert\)", "(anna|bert)")
+        found = any(re.fullmatch(literal, line) for line in lines)
+        assert found, f"no line {pattern!r} (in this place) in:\n{output}"
+
+
+def test_every_example_is_tested():
+    found = {path.name for path in EXAMPLES.iterdir() if path.name[0] not in "_."}
+    assert found == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_example_prints_what_it_promises(name: str, private: dict[str, str]):
+    output = run([sys.executable, str(EXAMPLES / name)], private)
+    assert_lines_in_order(output, EXPECTED[name])
+
+
+def test_hello_uses_both_workers(private: dict[str, str]):
+    output = run([sys.executable, str(EXAMPLES / "hello")], private)
+    assert output.count("from anna") == output.count("from bert") == 2
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_readme_program_prints_what_the_readme_says(
+    number: int, private: dict[str, str], tmp_path: Path
+):
+    program = tmp_path / "program.py"
+    program.write_text(blocks("python")[number], encoding="utf-8")
+    output = run([sys.executable, str(program)], private)
+    assert output == blocks("text")[number]
+
+
+@pytest.mark.parametrize("command", sorted(README_EXPECTED))
+def test_readme_command_works(command: str, private: dict[str, str]):
+    assert command in commands()
+    assert_lines_in_order(run([command], private), README_EXPECTED[command])
+
+
+def test_readme_has_no_command_that_nobody_tries():
+    # ./run-tests is what runs this test.
+    assert set(commands()) == {*README_EXPECTED, "./run-tests"}
+
+
+def test_readme_names_no_file_that_is_missing():
+    named = set(re.findall(r"`((?:src|tests|examples|docs)/[\w./-]*)`", README))
+    named |= set(re.findall(r"\]\(([\w./-]+)\)", README))
+    assert named
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_readme_first_program_is_short():
+    code = [line for line in blocks("python")[0].splitlines() if line.strip()]
+    assert len(code) <= 20
