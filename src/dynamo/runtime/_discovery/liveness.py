@@ -120,7 +120,8 @@ class Liveness:
         try:
             loop.run_forever()
         finally:
-            _finish(loop)
+            loop.run_until_complete(_wind_up())
+            loop.close()
             self.ended.set_result(None)
 
 
@@ -148,11 +149,11 @@ async def _repeat(interval_s: float, job: Callable[[], Awaitable[None]]) -> None
             failing = False
 
 
-def _finish(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel what still runs on a stopped loop, then close it."""
-    tasks = asyncio.all_tasks(loop)
+async def _wind_up() -> None:
+    """Cancel and await what still runs on this loop."""
+    # What was submitted just before the stop must begin, or it could not report its end.
+    await asyncio.sleep(0)
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    loop.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
