@@ -1,0 +1,430 @@
+"""The live view of one endpoint: which instances discovery lists, which are suspect.
+
+Owns how one change of a store is applied and what the application sees of an instance.
+Knows no store, and no transport: what it means to probe an instance is handed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from contextvars import Context
+from typing import TYPE_CHECKING, ClassVar, final
+
+from dynamo.runtime._sealed import Unconstructible, override
+from dynamo.runtime._wire.records import (
+    INSTANCES,
+    EndpointName,
+    EndpointRecord,
+    decode_record,
+    endpoint_prefix,
+    parse_instance_key,
+)
+from dynamo.runtime.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from dynamo.runtime._discovery import DiscoveryBackend, KeyChange, Watch
+
+    Probe = Callable[[EndpointRecord], Awaitable[bool]]
+    Identity = tuple[EndpointName, int]
+
+_log = logging.getLogger("dynamo.runtime.discovery")
+
+_PROBE_FIRST_S = 0.1
+_PROBE_MAX_S = 2.0
+# A probe that hangs must not keep a healthy instance under suspicion.
+_PROBE_LIMIT_S = 5.0
+
+
+@final
+class TransportType(Unconstructible):
+    """How an instance is reached.  Read-only, compared by value, hashable.
+
+    Example:
+        >>> transport = TransportType._make("tcp", "127.0.0.1:8000/7/ns/comp/gen")
+        >>> transport
+        TransportType(kind="tcp", address="127.0.0.1:8000/7/ns/comp/gen")
+        >>> transport.kind
+        'tcp'
+    """
+
+    __slots__ = ("_address", "_kind")
+
+    _kind: str
+    _address: str
+
+    @classmethod
+    def _make(cls, kind: str, address: str) -> TransportType:
+        made = object.__new__(cls)
+        made._kind = kind
+        made._address = address
+        return made
+
+    @property
+    def kind(self) -> str:
+        """``"tcp"`` or ``"nats_tcp"``."""
+        return self._kind
+
+    @property
+    def address(self) -> str:
+        """``host:port/path`` for ``tcp``, the subject for ``nats_tcp``."""
+        return self._address
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TransportType):
+            return NotImplemented
+        return (self._kind, self._address) == (other._kind, other._address)
+
+    @override
+    def __hash__(self) -> int:
+        return hash((self._kind, self._address))
+
+    @override
+    def __repr__(self) -> str:
+        return f'TransportType(kind="{self._kind}", address="{self._address}")'
+
+
+@final
+class Instance(Unconstructible):
+    """One registered instance of an endpoint, as discovery listed it at one moment.
+
+    Read-only, compared by value, neither hashable nor ordered.  ``client.instances()``
+    returns these; there is no constructor.
+
+    Example:
+        >>> from dynamo.runtime._wire.records import EndpointName, EndpointRecord
+        >>> instance = Instance._make(
+        ...     EndpointRecord(
+        ...         name=EndpointName("ns", "comp", "gen"),
+        ...         instance_id=7,
+        ...         transport_kind="tcp",
+        ...         address="127.0.0.1:8000/7/ns/comp/gen",
+        ...     )
+        ... )
+        >>> instance
+        Instance(ns/comp/gen/7)
+        >>> instance.instance_id, instance.transport.kind, instance.device_type
+        (7, 'tcp', None)
+    """
+
+    __slots__ = ("_record",)
+
+    _record: EndpointRecord
+
+    @classmethod
+    def _make(cls, record: EndpointRecord) -> Instance:
+        made = object.__new__(cls)
+        made._record = record
+        return made
+
+    @property
+    def instance_id(self) -> int:
+        """The unsigned 64-bit number that ``direct`` takes."""
+        return self._record.instance_id
+
+    @property
+    def namespace(self) -> str:
+        """First part of the endpoint path."""
+        return self._record.name.namespace
+
+    @property
+    def component(self) -> str:
+        """Second part of the endpoint path."""
+        return self._record.name.component
+
+    @property
+    def endpoint(self) -> str:
+        """Third part of the endpoint path."""
+        return self._record.name.endpoint
+
+    @property
+    def transport(self) -> TransportType:
+        """How the instance is reached."""
+        return TransportType._make(self._record.transport_kind, self._record.address)
+
+    @property
+    def device_type(self) -> str | None:
+        """``"cuda"``, ``"cpu"``, or None where the record does not say."""
+        return self._record.device_type
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Instance):
+            return NotImplemented
+        return self._visible() == other._visible()
+
+    __hash__: ClassVar[None]  # type: ignore[assignment]
+
+    @override
+    def __str__(self) -> str:
+        return f"{self._record.name}/{self._record.instance_id}"
+
+    @override
+    def __repr__(self) -> str:
+        return f"Instance({self})"
+
+    def _visible(self) -> tuple[object, ...]:
+        record = self._record
+        return (
+            record.name,
+            record.instance_id,
+            record.transport_kind,
+            record.address,
+            record.device_type,
+        )
+
+
+class InstanceSet:
+    """The instances of one endpoint, shared by all its clients in one runtime.
+
+    Belongs to the loop on which it was opened.  The store's watch holds it weakly:
+    dropping the last reference ends the watch, in whatever thread that happens.
+    """
+
+    def __init__(self, name: EndpointName) -> None:
+        self.name = name
+        self.generation = 0
+        """Grows with every batch of changes that was applied."""
+        self.closed = False
+        self._loop = asyncio.get_running_loop()
+        self._watch: Watch | None = None
+        self._known: dict[Identity, EndpointRecord] = {}
+        self._by_id: dict[int, EndpointRecord] = {}
+        self._records: tuple[EndpointRecord, ...] = ()
+        self._usable: tuple[EndpointRecord, ...] | None = ()
+        self._suspects: dict[int, asyncio.Task[None]] = {}
+        self._unreadable: set[str] = set()
+        self._subscribers: dict[object, Callable[[], None]] = {}
+        self._removals: dict[int, dict[object, Callable[[], None]]] = {}
+
+    @classmethod
+    async def open(cls, backend: DiscoveryBackend, name: EndpointName) -> InstanceSet:
+        """Watch an endpoint; what is listed now is there when this returns.
+
+        Raises:
+            DiscoveryError: the store cannot be read.
+        """
+        made = cls(name)
+        prefix = endpoint_prefix(name)
+        made._watch = await backend.watch(INSTANCES, prefix, _weakly(made))
+        return made
+
+    @property
+    def records(self) -> tuple[EndpointRecord, ...]:
+        """All listed instances, ordered by id."""
+        return self._records
+
+    @property
+    def usable(self) -> tuple[EndpointRecord, ...]:
+        """The listed instances that are not suspect, ordered by id."""
+        if self._usable is None:
+            self._usable = tuple(
+                record
+                for record in self._records
+                if record.instance_id not in self._suspects
+            )
+        return self._usable
+
+    def get(self, instance_id: int) -> EndpointRecord | None:
+        """The record of one instance, if it is listed."""
+        return self._by_id.get(instance_id)
+
+    def is_suspect(self, instance_id: int) -> bool:
+        """True from `suspect` until a probe or a change of discovery clears it."""
+        return instance_id in self._suspects
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call back on the loop after every change; returns what ends that."""
+        token = object()
+        self._subscribers[token] = callback
+        return lambda: _forget(self._subscribers, token)
+
+    def watch_removal(
+        self, instance_id: int, callback: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Call back once when an instance leaves; returns what ends that.
+
+        If the instance is not listed (any more), that is in the next turn of the loop.
+        """
+        token = object()
+        if instance_id not in self._by_id:
+            return self._loop.call_soon(callback).cancel
+        waiting = self._removals.setdefault(instance_id, {})
+        waiting[token] = callback
+        return lambda: self._cancel_removal(instance_id, token)
+
+    def suspect(self, instance_id: int, probe: Probe) -> None:
+        """Mark an instance whose connection failed, and probe until it is well.
+
+        The mark goes when a probe returns True, or when the record changes, leaves or
+        is registered again.  An instance that is not listed, or marked, stays as it is.
+        """
+        if self.closed or instance_id in self._suspects:
+            return
+        if instance_id not in self._by_id:
+            return
+        probing = _probe_until_well(weakref.ref(self), instance_id, probe)
+        # The task outlives the call that reported the failure: no part of its context.
+        self._suspects[instance_id] = Context().run(self._loop.create_task, probing)
+        self._changed()
+
+    def close(self) -> None:
+        """End the watch and the probes; on the loop of this set.  Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._watch is not None:
+            self._watch.close()
+        for instance_id in list(self._suspects):
+            self._clear(instance_id)
+        self._removals.clear()
+        self._changed()
+
+    def __del__(self) -> None:
+        # In any thread, perhaps without a loop: no lock, no waiting.
+        if self._watch is not None:
+            self._watch.close()
+        tasks = list(self._suspects.values())
+        if tasks and not self._loop.is_closed():
+            try:
+                self._loop.call_soon_threadsafe(_cancel, tasks)
+            except RuntimeError:
+                # Closed in this very moment, and the tasks with it.
+                return
+
+    # -- applying changes --------------------------------------------------------
+
+    def apply(self, batch: list[KeyChange]) -> None:
+        """Take over what changed in the store; for the watch alone."""
+        if self.closed:
+            return
+        for key, value in batch:
+            if value is None:
+                self._apply_delete(key)
+            else:
+                self._apply_put(key, value)
+        if batch:
+            self._rebuild()
+            self._changed()
+
+    def _apply_put(self, key: str, value: bytes) -> None:
+        """The value says which instance it is, as for a genuine watcher."""
+        try:
+            record = decode_record(value)
+        except RemoteProtocolError as error:
+            if key not in self._unreadable:
+                self._unreadable.add(key)
+                _log.warning("discovery record %s is skipped: %s", key, error)
+            return
+        self._unreadable.discard(key)
+        self._known[record.name, record.instance_id] = record
+        # Changed or registered again: whatever was suspected belongs to the past.
+        self._clear(record.instance_id)
+
+    def _apply_delete(self, key: str) -> None:
+        """A deletion has no value; a key that cannot be parsed is ignored."""
+        self._unreadable.discard(key)
+        identity = parse_instance_key(key)
+        if identity is None:
+            return
+        if self._known.pop(identity, None) is not None:
+            self._clear(identity[1])
+
+    def _rebuild(self) -> None:
+        by_id = {record.instance_id: record for record in self._known.values()}
+        # Of two records with one id (odd, but possible) the one of our name counts.
+        by_id.update(
+            (record.instance_id, record)
+            for (name, _), record in self._known.items()
+            if name == self.name
+        )
+        left = [number for number in self._removals if number not in by_id]
+        self._by_id = by_id
+        self._records = tuple(by_id[number] for number in sorted(by_id))
+        for instance_id in left:
+            for callback in self._removals.pop(instance_id).values():
+                callback()
+
+    def _changed(self) -> None:
+        self._usable = None
+        self.generation += 1
+        for callback in tuple(self._subscribers.values()):
+            callback()
+
+    def _clear(self, instance_id: int) -> None:
+        """Take the mark off; the caller tells the subscribers."""
+        task = self._suspects.pop(instance_id, None)
+        if task is not None:
+            task.cancel()
+
+    def recovered(self, instance_id: int, task: asyncio.Task[None] | None) -> None:
+        """A probe succeeded; counts only if it still belongs to the mark."""
+        if task is not None and self._suspects.get(instance_id) is task:
+            del self._suspects[instance_id]
+            self._changed()
+
+    def _cancel_removal(self, instance_id: int, token: object) -> None:
+        waiting = self._removals.get(instance_id, {})
+        _forget(waiting, token)
+        if not waiting:
+            self._removals.pop(instance_id, None)
+
+
+def _weakly(instances: InstanceSet) -> Callable[[list[KeyChange]], None]:
+    """What a store may hold of a set: applies changes while somebody needs them."""
+    reference = weakref.ref(instances)
+
+    def on_change(batch: list[KeyChange]) -> None:
+        target = reference()
+        if target is not None:
+            target.apply(batch)
+
+    return on_change
+
+
+async def _probe_until_well(
+    reference: weakref.ref[InstanceSet], instance_id: int, probe: Probe
+) -> None:
+    """Holds the set only while it looks into it, or nobody could drop it meanwhile."""
+    delay_s = _PROBE_FIRST_S
+    well = False
+    while not well:
+        await asyncio.sleep(delay_s)
+        delay_s = min(2 * delay_s, _PROBE_MAX_S)
+        record = _record_of(reference, instance_id)
+        if record is None:
+            return
+        well = await _ask(probe, record)
+    instances = reference()
+    if instances is not None:
+        instances.recovered(instance_id, asyncio.current_task())
+
+
+def _record_of(
+    reference: weakref.ref[InstanceSet], instance_id: int
+) -> EndpointRecord | None:
+    instances = reference()
+    return None if instances is None else instances.get(instance_id)
+
+
+async def _ask(probe: Probe, record: EndpointRecord) -> bool:
+    try:
+        return await asyncio.wait_for(probe(record), _PROBE_LIMIT_S)
+    except (OSError, asyncio.TimeoutError) as error:
+        _log.debug("probe of instance %d failed: %r", record.instance_id, error)
+    except Exception:  # noqa: BLE001 - a faulty probe must not end the probing
+        _log.exception("the probe of instance %d raised", record.instance_id)
+    return False
+
+
+def _forget(callbacks: dict[object, Callable[[], None]], token: object) -> None:
+    callbacks.pop(token, None)
+
+
+def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
