@@ -225,6 +225,16 @@ def test_value_is_encoded_as_by_the_genuine_worker(
         assert shown == expected
 
 
+@pytest.mark.parametrize(
+    "case", load("tcp_floats")["cases"], ids=lambda c: c["python_expression_yielded"]
+)
+def test_float_is_written_in_json_as_by_the_genuine_worker(
+    case: dict[str, Any],
+) -> None:
+    value = eval(case["python_expression_yielded"])
+    assert payload.encode_value(value, "json").decode() == case["json"]
+
+
 def make_exception(expression: str) -> BaseException:
     if expression == "json_err":
         return json.JSONDecodeError("m", "", 0)
@@ -252,7 +262,7 @@ def raised_by_handler(error: BaseException) -> BaseException:
     raise AssertionError("the handler must raise")
 
 
-EXCEPTIONS = [case for case in load("tcp_exceptions")["cases"] if "raised" in case]
+EXCEPTIONS = load("tcp_exceptions")["cases"] + load("tcp_exceptions_more")["cases"]
 
 
 @pytest.mark.parametrize("case", EXCEPTIONS, ids=lambda c: c["raised"])
@@ -263,7 +273,8 @@ def test_exception_becomes_the_error_item_of_the_genuine_worker(
     encoded = payload.encode_annotated(
         "json", event="error", error=error, has_data=False
     )
-    assert encoded == json.dumps(case["item_data"], separators=(",", ":")).encode()
+    expected = json.dumps(case["item_data"], separators=(",", ":"), ensure_ascii=False)
+    assert encoded == expected.encode()
 
 
 def test_error_prologue_is_made_from_the_exception() -> None:

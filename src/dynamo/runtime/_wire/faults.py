@@ -150,7 +150,8 @@ _BACKEND_OF_BUILTIN: tuple[tuple[type[BaseException], str], ...] = (
     (TimeoutError, "ConnectionTimeout"),
 )
 
-_REMOTE_TYPE = re.compile(r"([A-Z]\w*): ")
+# With the enclosing classes and functions, if any, in front.
+_REMOTE_TYPE = re.compile(r"(?:[\w<>]+\.)*([A-Z]\w*): ")
 
 
 class ErrorObject(msgspec.Struct, omit_defaults=True):
@@ -243,11 +244,11 @@ def error_of_exception(error: BaseException) -> ErrorObject:
         return _of_class(error.error_class, words)
     if isinstance(error, DynamoException):
         return _of_dynamo(error)
-    if isinstance(error, GeneratorExit):
-        return _of_type({"Backend": "EngineShutdown"}, "engine shutting down")
     status, message = _http_like(error)
     if status is not None:
         return _of_status(status, message)
+    if isinstance(error, GeneratorExit):
+        return _of_type({"Backend": "EngineShutdown"}, "engine shutting down")
     return _of_type({"Backend": _backend_of(error)}, _named_text_of(error))
 
 
@@ -337,12 +338,13 @@ def _http_like(error: BaseException) -> tuple[int | None, str]:
     """Status and message of an exception that carries both."""
     try:
         message, codes = error.message, _codes_of(error)  # type: ignore[attr-defined]
+        message.encode()  # a lone surrogate makes it no message either
     except Exception:  # noqa: BLE001 - attributes run the user's code
         return None, ""
     if isinstance(message, str):
         for status in codes:
             if isinstance(status, int) and 0 <= status <= _MAX_STATUS:
-                return int(status), _readable(message)
+                return int(status), message
     return None, ""
 
 
@@ -370,7 +372,7 @@ def _asyncio_class(name: str) -> type[BaseException] | tuple[()]:
 
 
 def _named_text_of(error: BaseException) -> str:
-    return _limited(f"{_readable(type(error).__name__)}: {_text_of(error)}")
+    return _limited(f"{_readable(type(error).__qualname__)}: {_text_of(error)}")
 
 
 def _text_of(error: BaseException) -> str:

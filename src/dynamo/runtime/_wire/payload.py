@@ -6,7 +6,6 @@ the user's: numpy and pydantic are looked up among the modules that are there al
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -101,7 +100,7 @@ def encode_annotated(
         members["data"] = msgspec.Raw(encode_value(data, codec))
     rest = {"id": id, "event": event, "comment": comment, "error": error}
     members.update((name, value) for name, value in rest.items() if value is not None)
-    return msgspec.json.encode(members) if codec == "json" else _encode_msgpack(members)
+    return _encode_json(members) if codec == "json" else _encode_msgpack(members)
 
 
 def decode_annotated(data: bytes | memoryview, codec: str) -> AnnotatedItem:
@@ -228,10 +227,7 @@ def _may_hold_timestamp(encoded: bytes) -> bool:
 
 
 def _encode_json_value(value: object) -> bytes:
-    text = json.dumps(
-        _json_form(_to_builtins(value)), ensure_ascii=False, separators=(",", ":")
-    )
-    return text.encode()
+    return _encode_json(_json_form(_to_builtins(value)))
 
 
 def _json_form(value: Any) -> Any:
@@ -243,7 +239,7 @@ def _json_form(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return list(bytes(value))
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return msgspec.Raw(_json_float(value)) if math.isfinite(value) else None
     if isinstance(value, int):
         return _in_64_bits(value)
     return value
@@ -257,8 +253,14 @@ def _json_key(key: object) -> str:
     if isinstance(key, int):
         return str(_in_64_bits(key))
     if isinstance(key, float) and math.isfinite(key):
-        return repr(key)
+        return _json_float(key).decode()
     raise TypeError("key must be a string")
+
+
+def _json_float(value: float) -> bytes:
+    """Like msgspec's, but large exponents have their sign as the genuine runtime's have."""
+    text = _encode_json(value)
+    return text if b"e-" in text else text.replace(b"e", b"e+")
 
 
 def _in_64_bits(value: int) -> int:
@@ -268,6 +270,7 @@ def _in_64_bits(value: int) -> int:
 
 
 _encode_msgpack = msgspec.msgpack.Encoder(enc_hook=_as_builtin).encode
+_encode_json = msgspec.json.Encoder().encode
 _decode_msgpack = msgspec.msgpack.Decoder().decode
 _decode_json = msgspec.json.Decoder().decode
 _decode_msgpack_item = msgspec.msgpack.Decoder(AnnotatedItem).decode
