@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from dynamo.runtime._wire.framing import override
 from dynamo.runtime.errors import LocalProtocolError, RemoteProtocolError
 
 INSTANCES = "v1/instances"
@@ -21,6 +22,7 @@ MAX_INSTANCE_ID = 2**64 - 1
 MAX_PATH_BYTES = 4096
 
 _PREFIX = "dyn://"
+_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _FILE_NAME_SAFE = frozenset(
     b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 )
@@ -33,6 +35,7 @@ class EndpointName(NamedTuple):
     component: str
     endpoint: str
 
+    @override
     def __str__(self) -> str:
         return f"{self.namespace}/{self.component}/{self.endpoint}"
 
@@ -69,14 +72,10 @@ def instance_key(name: EndpointName, instance_id: int) -> str:
 def parse_instance_key(key: str) -> tuple[EndpointName, int] | None:
     """What `instance_key` was made from, or None where a genuine reader ignores it."""
     parts = key.split("/")
-    if len(parts) != 4:
+    if len(parts) != 4 or not parts[3] or not _HEX_DIGITS.issuperset(parts[3]):
         return None
-    try:
-        instance_id = int(parts[3], 16)
-    except ValueError:
-        return None
-    plain_hex = parts[3].isalnum() and parts[3].isascii()
-    if not plain_hex or instance_id > MAX_INSTANCE_ID:
+    instance_id = int(parts[3], 16)
+    if instance_id > MAX_INSTANCE_ID:
         return None
     return EndpointName(*parts[:3]), instance_id
 
@@ -91,22 +90,15 @@ def file_name_of_key(key: str) -> str:
 
 def key_of_file_name(name: str) -> str | None:
     """The key that a file name stands for, or None if it is no valid name."""
-    out = bytearray()
     raw = name.encode("utf-8", "surrogateescape")
-    at = 0
-    while at < len(raw):
-        if raw[at] != 0x25:
-            out.append(raw[at])
-            at += 1
-            continue
-        digits = raw[at + 1 : at + 3]
-        if len(digits) != 2 or not digits.isalnum():
+    head, *escaped = raw.split(b"%")
+    out = bytearray(head)
+    for piece in escaped:
+        digits = piece[:2].decode("latin-1")
+        if len(digits) != 2 or not _HEX_DIGITS.issuperset(digits):
             return None
-        try:
-            out.append(int(digits, 16))
-        except ValueError:
-            return None
-        at += 3
+        out.append(int(digits, 16))
+        out += piece[2:]
     try:
         return out.decode("utf-8")
     except UnicodeDecodeError:
@@ -165,7 +157,8 @@ def split_host_port(text: str) -> tuple[str, int]:
         raise RemoteProtocolError(
             f"Invalid TCP address '{text}': invalid socket address syntax"
         )
-    number = int(port)
+    # By length first: Python refuses to read numbers of thousands of digits.
+    number = int(port) if len(port) <= 5 else 65536
     if number > 65535:
         raise RemoteProtocolError(
             f"Invalid TCP address '{text}': the port is over 65535"

@@ -1,0 +1,97 @@
+"""Cuts length-prefixed frames out of a stream of bytes.
+
+Owns the unfinished tail of a stream.  Knows no protocol: a reader says where its frames
+end.  Whole frames are sliced from the chunk they came in; only the tail is kept, as a
+list of chunks that is joined once, when the frame in it is complete.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from dynamo.runtime.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from typing_extensions import override
+else:
+
+    def override(method):
+        """Stand-in for `typing.override` (3.12), which only type checkers look at."""
+        return method
+
+
+__all__ = ["Event", "FrameReader", "override"]
+
+Event = TypeVar("Event")
+
+
+class FrameReader(ABC, Generic[Event]):
+    """Base of the readers: feed it the bytes of a connection, in any pieces.
+
+    After a `RemoteProtocolError` the reader is of no more use, and frames of the same
+    piece that stood before the broken one are not delivered.
+    """
+
+    __slots__ = ("_broken", "_held_bytes", "_needed_bytes", "_parts")
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._held_bytes = 0
+        self._needed_bytes = 0
+        self._broken = False
+
+    @property
+    def mid_frame(self) -> bool:
+        """True while a frame has begun and is not complete."""
+        return bool(self._parts)
+
+    def feed(self, data: bytes) -> list[Event]:
+        """The events that are complete with these bytes.
+
+        Raises:
+            RemoteProtocolError: the peer broke the protocol, now or earlier.
+        """
+        if self._parts:
+            self._parts.append(data)
+            self._held_bytes += len(data)
+            if self._held_bytes < self._needed_bytes:
+                return []
+            data = b"".join(self._parts)
+            self._parts.clear()
+        events: list[Event] = []
+        try:
+            at, self._needed_bytes = self._cut(data, events)
+        except RemoteProtocolError:
+            self._broken = True
+            raise
+        if at < len(data):
+            self._parts.append(data[at:])
+            self._held_bytes = len(data) - at
+        return events
+
+    def feed_eof(self) -> None:
+        """Tell the reader that no more bytes will come.
+
+        Raises:
+            RemoteProtocolError: they ended inside a frame.
+        """
+        if self._parts:
+            raise RemoteProtocolError(
+                f"the connection ended inside a frame, after {self._held_bytes} of at "
+                f"least {self._needed_bytes} bytes"
+            )
+
+    def _refuse_if_broken(self) -> None:
+        """For the cutters of readers that can break: bytes after rubbish are rubbish."""
+        if self._broken:
+            raise RemoteProtocolError("bytes after a frame that broke the protocol")
+
+    @abstractmethod
+    def _cut(self, data: bytes, events: list[Event]) -> tuple[int, int]:
+        """Append the events of all whole frames in `data`.
+
+        Returns:
+            Where the unfinished frame begins, and how many bytes from there on are
+            needed at least before another look is worth while.
+        """

@@ -1,0 +1,277 @@
+"""Bodies of requests and items, in MessagePack or JSON, and the annotated envelope.
+
+Owns which Python values can travel and how they look in bytes.  Imports no library of
+the user's: numpy and pydantic are looked up among the modules that are there already.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
+from typing import Any, Literal
+
+import msgspec
+
+# At run time too: msgspec reads the annotations.
+from dynamo.runtime._wire.faults import ErrorObject  # noqa: TC001
+from dynamo.runtime.errors import RemoteProtocolError
+
+Codec = Literal["msgpack", "json"]
+
+# What the decoders raise for bytes that are not what they should be.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_MIN_INT = -(2**63)
+_MAX_INT = 2**64 - 1
+_SCALARS = frozenset((NoneType, bool, int, float, str, bytes))
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+# A genuine reader gives up on lists inside lists beyond this.
+_GENUINE_DEPTH = 1023
+
+
+class AnnotatedItem(msgspec.Struct, gc=False, omit_defaults=True):
+    """One item of a response stream: the handler's value and what goes with it."""
+
+    data: Any = None
+    id: str | None = None
+    event: str | None = None
+    comment: list[str] | None = None
+    error: ErrorObject | None = None
+
+
+def encode_value(value: object, codec: str) -> bytes:
+    """A request or an item as bytes.
+
+    Raises:
+        TypeError: a type that cannot travel; ``unsupported type NAME``.
+        OverflowError: an integer beyond 64 bits.
+        UnicodeEncodeError: text with a lone surrogate.
+        ValueError: nested too deeply, or containing itself.
+    """
+    try:
+        if codec == "json":
+            return _encode_json_value(value)
+        encoded = _encode_msgpack(value)
+        if b"\xff" in encoded and _may_hold_timestamp(encoded):
+            encoded = _encode_msgpack(_to_builtins(value))
+        return encoded
+    except RecursionError as error:
+        raise ValueError(
+            "the value contains itself, or is nested more deeply than Python's recursion "
+            f"limit of {sys.getrecursionlimit()} allows"
+        ) from error
+
+
+def decode_value(data: bytes | memoryview, codec: str) -> Any:
+    """The value of a request or an input frame.
+
+    Raises:
+        RemoteProtocolError: the bytes are not in the codec.
+    """
+    decode = _decode_json if codec == "json" else _decode_msgpack
+    try:
+        return decode(data)
+    except UNREADABLE as error:
+        raise RemoteProtocolError(f"a value that is not {codec}: {error}") from error
+
+
+def encode_annotated(
+    codec: str,
+    data: object = None,
+    *,
+    id: str | None = None,  # noqa: A002 - the name on the wire
+    event: str | None = None,
+    comment: list[str] | None = None,
+    error: ErrorObject | None = None,
+    has_data: bool = True,
+) -> bytes:
+    """The envelope of one item; members that are None are left out.
+
+    Raises:
+        TypeError, OverflowError, UnicodeEncodeError, ValueError: as `encode_value`.
+    """
+    bare = id is None and event is None and comment is None and error is None
+    if bare and has_data and codec == "msgpack":
+        return b"\x81\xa4data" + encode_value(data, codec)
+    members: dict[str, object] = {}
+    if has_data:
+        members["data"] = msgspec.Raw(encode_value(data, codec))
+    rest = {"id": id, "event": event, "comment": comment, "error": error}
+    members.update((name, value) for name, value in rest.items() if value is not None)
+    return _encode_json(members) if codec == "json" else _encode_msgpack(members)
+
+
+def decode_annotated(data: bytes | memoryview, codec: str) -> AnnotatedItem:
+    """The item in an envelope.
+
+    Raises:
+        RemoteProtocolError: the bytes are no envelope.
+    """
+    decode = _decode_json_item if codec == "json" else _decode_msgpack_item
+    try:
+        return decode(data)
+    except UNREADABLE as error:
+        raise RemoteProtocolError(f"an item that is not {codec}: {error}") from error
+
+
+def genuine_can_decode(value: object) -> str | None:
+    """Why a genuine peer could not decode this value, or None if it can.
+
+    It knows no maps with lists or maps as keys, and has a limit of nesting; a request that
+    breaks either is never answered, so that it must not be sent.
+    """
+    try:
+        layer = _containers((value,))
+        for _ in range(_GENUINE_DEPTH):
+            if not layer:
+                return None
+            layer = _next_layer(layer)
+    except TypeError as error:
+        return f"a genuine peer cannot read it: {error}"
+    return f"a genuine peer cannot read more than {_GENUINE_DEPTH} levels of nesting"
+
+
+def _next_layer(layer: list[Any]) -> list[Any]:
+    """The containers directly inside those of a layer, each once.
+
+    Without that, containers that are shared would double the work from layer to layer.
+
+    Raises:
+        TypeError: a key that a genuine peer cannot read.
+    """
+    inner: dict[int, object] = {}
+    for container in layer:
+        members = container
+        if isinstance(container, dict):
+            for key in _containers(container):
+                raise TypeError(f"a dict key of type {type(key).__name__}")
+            members = container.values()
+        inner.update((id(each), each) for each in _containers(members))
+    return list(inner.values())
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    """Those of the values that hold others; for a flat list almost free."""
+    if _SCALARS.issuperset(map(type, values)):
+        return []
+    found = []
+    for value in values:
+        known = type(value) in _SCALARS or isinstance(value, _CONTAINERS)
+        plain = value if known else _to_builtins(value)
+        if isinstance(plain, _CONTAINERS):
+            found.append(plain)
+    return found
+
+
+def _as_builtin(value: Any) -> object:
+    """What stands for a value that msgspec does not know; its ``enc_hook``."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, bytes):
+        return bytes.__getitem__(value, slice(None))
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    return _as_builtin_of_libraries(value)
+
+
+def _as_builtin_of_libraries(value: Any) -> object:
+    if _is_a(value, "numpy", "ndarray"):
+        return value.tolist()
+    if _is_a(value, "numpy", "generic"):
+        return _plain_scalar(value)
+    if _is_a(value, "pydantic.main", "BaseModel"):
+        return value.model_dump()
+    raise _unsupported(value)
+
+
+def _plain_scalar(value: Any) -> object:
+    item = value.item()
+    if type(item) is type(value):  # a long double is its own item
+        raise _unsupported(value)
+    return item
+
+
+def _unsupported(value: object) -> TypeError:
+    return TypeError(f"unsupported type {type(value).__name__}")
+
+
+def _is_a(value: object, module: str, name: str) -> bool:
+    """Whether it is of a class in a module that the program may have imported."""
+    return isinstance(value, getattr(sys.modules.get(module), name, ()))
+
+
+def _to_builtins(value: object) -> Any:
+    """The value made of builtin containers and scalars, with times as ISO text."""
+    return msgspec.to_builtins(
+        value, builtin_types=(bytes, bytearray, memoryview), enc_hook=_as_builtin
+    )
+
+
+def _may_hold_timestamp(encoded: bytes) -> bool:
+    """True if an aware datetime may be inside: msgspec writes those as an extension.
+
+    The three lengths of the extension type -1.  Other values may contain these bytes; they
+    are merely encoded twice.
+    """
+    return (
+        b"\xd7\xff" in encoded or b"\xd6\xff" in encoded or b"\xc7\x0c\xff" in encoded
+    )
+
+
+def _encode_json_value(value: object) -> bytes:
+    return _encode_json(_json_form(_to_builtins(value)))
+
+
+def _json_form(value: Any) -> Any:
+    """Builtins as the genuine runtime puts them in JSON."""
+    if isinstance(value, dict):
+        return {_json_key(key): _json_form(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_form(member) for member in value]
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return list(bytes(value))
+    if isinstance(value, float):
+        return msgspec.Raw(_json_float(value)) if math.isfinite(value) else None
+    if isinstance(value, int):
+        return _in_64_bits(value)
+    return value
+
+
+def _json_key(key: object) -> str:
+    if isinstance(key, str):
+        return key
+    if isinstance(key, bool):
+        return "true" if key else "false"
+    if isinstance(key, int):
+        return str(_in_64_bits(key))
+    if isinstance(key, float) and math.isfinite(key):
+        return _json_float(key).decode()
+    raise TypeError("key must be a string")
+
+
+def _json_float(value: float) -> bytes:
+    """Like msgspec's, but large exponents have their sign as the genuine runtime's have."""
+    text = _encode_json(value)
+    return text if b"e-" in text else text.replace(b"e", b"e+")
+
+
+def _in_64_bits(value: int) -> int:
+    if _MIN_INT <= value <= _MAX_INT:
+        return value
+    raise OverflowError("can't serialize ints < -2**63 or > 2**64 - 1")
+
+
+_encode_msgpack = msgspec.msgpack.Encoder(enc_hook=_as_builtin).encode
+_encode_json = msgspec.json.Encoder().encode
+_decode_msgpack = msgspec.msgpack.Decoder().decode
+_decode_json = msgspec.json.Decoder().decode
+_decode_msgpack_item = msgspec.msgpack.Decoder(AnnotatedItem).decode
+_decode_json_item = msgspec.json.Decoder(AnnotatedItem).decode

@@ -1,0 +1,64 @@
+"""The cutter that all readers share, driven with the smallest frame there is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.runtime._wire.framing import FrameReader, override
+from dynamo.runtime.errors import RemoteProtocolError
+
+
+class ByteCounted(FrameReader[bytes]):
+    """One byte of length, then that many bytes; 255 breaks the protocol."""
+
+    @override
+    def _cut(self, data: bytes, events: list[bytes]) -> tuple[int, int]:
+        self._refuse_if_broken()
+        at = 0
+        while at < len(data):
+            if data[at] == 255:
+                raise RemoteProtocolError("255")
+            end = at + 1 + data[at]
+            if end > len(data):
+                return at, end - at
+            events.append(data[at + 1 : end])
+            at = end
+        return at, 1
+
+
+@given(st.lists(st.binary(max_size=20)), st.data())
+def test_any_split_gives_the_same_events(
+    bodies: list[bytes], drawn: st.DataObject
+) -> None:
+    stream = b"".join(bytes([len(body)]) + body for body in bodies)
+    reader = ByteCounted()
+    events = []
+    while stream:
+        size = drawn.draw(st.integers(0, len(stream)))
+        events += reader.feed(stream[:size])
+        stream = stream[size:]
+        if size == 0:
+            events += reader.feed(stream[:1])
+            stream = stream[1:]
+    reader.feed_eof()
+    assert events == bodies
+    assert not reader.mid_frame
+
+
+def test_end_of_stream_inside_a_frame_names_what_is_missing() -> None:
+    reader = ByteCounted()
+    assert reader.feed(b"\x01a\x05bc") == [b"a"]
+    assert reader.mid_frame
+    with pytest.raises(RemoteProtocolError, match="after 3 of at least 6 bytes"):
+        reader.feed_eof()
+
+
+def test_broken_reader_stays_broken() -> None:
+    reader = ByteCounted()
+    with pytest.raises(RemoteProtocolError, match="255"):
+        reader.feed(b"\x01a\xff")
+    with pytest.raises(RemoteProtocolError, match="broke the protocol"):
+        reader.feed(b"\x01b")
+    assert not reader.mid_frame
