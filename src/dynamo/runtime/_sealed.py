@@ -1,0 +1,52 @@
+"""What the public handle classes have in common with the genuine, compiled ones.
+
+They cannot be subclassed, copied or pickled; most cannot be constructed either.  With
+`__slots__` (each class names its own) they take no new attributes and no weak
+references.  Nothing here knows any of those classes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from typing_extensions import override
+else:
+
+    def override(method: object) -> object:
+        """Stand-in for `typing.override` (3.12), which only type checkers look at."""
+        return method
+
+
+__all__ = ["Sealed", "Unconstructible", "override"]
+
+
+class Sealed:
+    """No subclasses of subclasses, no copies."""
+
+    __slots__ = ()
+
+    @override
+    def __init_subclass__(cls) -> None:
+        for base in cls.__bases__:
+            if issubclass(base, Sealed) and base.__module__ != __name__:
+                raise TypeError(
+                    f"type {base.__qualname__!r} is not an acceptable base type: "
+                    "wrap the object instead of subclassing its class"
+                )
+
+    @override
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"cannot copy or pickle {type(self).__name__!r} object: it belongs to the "
+            "process that made it"
+        )
+
+
+class Unconstructible(Sealed):
+    """Also no constructor: our own code makes instances with `cls.__new__(cls)`."""
+
+    __slots__ = ()
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise TypeError(f"No constructor defined for {type(self).__name__}")
