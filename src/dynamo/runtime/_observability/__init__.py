@@ -1,0 +1,1 @@
+"""What operators see: metrics, traces, health, and the server that shows them."""
