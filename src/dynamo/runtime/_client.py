@@ -293,7 +293,7 @@ class Client(Unconstructible):
 
     def instances(self) -> list[Instance]:
         """All listed instances, in the order of `instance_ids`; a snapshot."""
-        return [Instance._of(record) for record in self._home.instances.records]
+        return [Instance._make(record) for record in self._home.instances.records]
 
     def wait_for_instances(
         self, *, timeout: float | None = None

@@ -27,7 +27,7 @@ class RuntimeConfig:
     discovery_backend: str
     request_plane: str
     embedded: bool
-    file_root: str
+    file_root: Path
 
     rpc_host: str
     rpc_port: int
@@ -154,21 +154,21 @@ def advertised_host(host: str) -> str:
     return _routable_address() if ip_address(host).is_unspecified else host
 
 
-def _embedded_root() -> str:
+def _embedded_root() -> Path:
     """The folder of this user's own cluster on this machine."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and Path(base).is_dir():
-        return str(Path(base) / "dynamo-runtime-py")
+        return Path(base) / "dynamo-runtime-py"
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-    return str(Path(tempfile.gettempdir()) / f"dynamo-runtime-py-{user}")
+    return Path(tempfile.gettempdir()) / f"dynamo-runtime-py-{user}"
 
 
-def _file_root(env: Mapping[str, str]) -> str:
+def _file_root(env: Mapping[str, str]) -> Path:
     """The genuine rule: unset is the system's temporary folder, empty is here."""
     root = env.get("DYN_FILE_KV")
     if root is None:
-        return str(Path(tempfile.gettempdir()) / "dynamo_store_kv")
-    return root or "."
+        return Path(tempfile.gettempdir()) / "dynamo_store_kv"
+    return Path(root or ".")
 
 
 def _device_type(env: Mapping[str, str]) -> str:

@@ -5,17 +5,142 @@ pydantic is never imported here: who hands in a model has imported it already.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import signal
 import sys
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dynamo.runtime import _signals
+from dynamo.runtime._runtime import DistributedRuntime, deprecate_enable_nats
 
-__all__ = ["dynamo_endpoint"]
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+
+__all__ = ["dynamo_endpoint", "dynamo_worker"]
+
+_log = logging.getLogger("dynamo.runtime.worker")
 
 _Item = TypeVar("_Item")
+
+# How long the worker's own coroutine may take to return once everything has drained.
+_RETURN_TIMEOUT_S = 1.0
+
+
+def dynamo_worker(
+    enable_nats: bool | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Coroutine[Any, Any, None]]]:
+    """Make a worker's main coroutine: it gets a runtime and drains on SIGTERM.
+
+    The runtime is made from the environment: ``DYN_DISCOVERY_BACKEND`` and
+    ``DYN_REQUEST_PLANE``, or, with nothing set, files of this user on this machine and
+    the loopback interface.
+
+    On SIGTERM and SIGINT the worker leaves discovery, refuses new requests, lets those
+    in flight end (at most ``DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS``), and returns
+    normally; a second signal skips the waiting.  This holds in the main thread and for
+    signals that the program does not handle itself.
+
+    Args:
+        enable_nats: Deprecated and without effect.
+
+    Returns:
+        A decorator for coroutine functions whose first argument is the runtime; the
+        result takes the other arguments and returns None.
+
+    Raises:
+        TypeError: ``enable_nats`` is no bool.
+
+    Example:
+        >>> import asyncio
+        >>> from dynamo.runtime import dynamo_worker
+        >>> @dynamo_worker()
+        ... async def main(runtime, greeting):
+        ...     print(greeting, runtime.endpoint("demo.worker.hello").connection_id() > 0)
+        >>> asyncio.run(main("hello"))
+        hello True
+    """
+    if enable_nats is not None:
+        deprecate_enable_nats(enable_nats)
+
+    def decorate(
+        function: Callable[..., Any],
+    ) -> Callable[..., Coroutine[Any, Any, None]]:
+        @wraps(function)
+        async def wrapper(*args: Any, **kwargs: Any) -> None:
+            runtime = DistributedRuntime._from_env(asyncio.get_running_loop())
+            await _Worker(runtime).run(function(runtime, *args, **kwargs))
+
+        return wrapper
+
+    return decorate
+
+
+class _Worker:
+    """A worker's main coroutine and what signals do to it.
+
+    First signal: drain, then let the coroutine return, then cancel it.  Second signal:
+    the same without waiting.  A third one finds the handlers gone and ends the process.
+    """
+
+    def __init__(self, runtime: DistributedRuntime) -> None:
+        self._core = runtime._core
+        self._loop = asyncio.get_running_loop()
+        self._main = asyncio.current_task()
+        self._signals = 0
+        self._drain: asyncio.Task[None] | None = None
+        self._cancelled = False
+        self._restore = _signals.install(
+            (signal.SIGTERM, signal.SIGINT), self._on_signal
+        )
+
+    async def run(self, work: Any) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not self._cancelled:
+                raise
+        finally:
+            self._restore()
+            if self._drain is not None:
+                await self._finish_drain(self._drain)
+
+    async def _finish_drain(self, drain: asyncio.Task[None]) -> None:
+        """The coroutine may return before the drain has come to its end."""
+        await self._core.closed()
+        drain.cancel()
+        await asyncio.wait((drain,))
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        """Runs in the main thread between two bytecodes, perhaps in a stuck loop."""
+        self._signals += 1
+        if self._signals == 1:
+            self._core.leave_soon()
+        else:
+            self._restore()
+        self._loop.call_soon_threadsafe(self._react, signum, self._signals)
+
+    def _react(self, signum: signal.Signals, count: int) -> None:
+        if count > 1:
+            _log.warning("%s again: not waiting any longer", signum.name)
+            self._core.shutdown(hurry=True)
+            self._cancel_main()
+            return
+        _log.info("%s: draining", signum.name)
+        self._core.shutdown()
+        self._drain = self._loop.create_task(self._drain_then_cancel())
+
+    async def _drain_then_cancel(self) -> None:
+        await self._core.closed()
+        await asyncio.sleep(_RETURN_TIMEOUT_S)
+        self._cancel_main()
+
+    def _cancel_main(self) -> None:
+        if self._main is not None:
+            self._cancelled = True
+            self._main.cancel()
 
 
 def dynamo_endpoint(

@@ -11,6 +11,7 @@ import atexit
 import logging
 import os
 import signal
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine
@@ -28,7 +29,7 @@ from dynamo.runtime._config import (
 from dynamo.runtime._discovery import DiscoveryBackend
 from dynamo.runtime._discovery.instances import InstanceSet
 from dynamo.runtime._endpoint import Endpoint, ServedEndpoint
-from dynamo.runtime._observability.metrics import CallbackRegistry
+from dynamo.runtime._observability.metrics import MetricsCallbacks
 from dynamo.runtime._sealed import Sealed
 from dynamo.runtime._transports.callhome_client import CallhomeClientLane
 from dynamo.runtime._transports.connection import spawn
@@ -71,7 +72,7 @@ class _Core:
         self.config = config
         self.backend = _new_backend(config)
         self.admission = Admission(config.worker_pool_size, config.work_queue_size)
-        self.metrics = CallbackRegistry()
+        self.metrics = MetricsCallbacks()
         self.closing = False
         self._home = loop
         self._pid = os.getpid()
@@ -187,6 +188,10 @@ class _Core:
         """Remove our records now, from whatever thread, with the loop in any state."""
         if os.getpid() == self._pid:
             self.backend.leave(_LEAVE_TIMEOUT_S)
+
+    def leave_soon(self) -> None:
+        """The same without waiting for it."""
+        threading.Thread(target=self.leave, daemon=True).start()
 
     def _leave_and_die(self, signum: signal.Signals) -> None:
         """SIGTERM in a program that does not handle it: callers learn of it first."""
@@ -373,7 +378,7 @@ class DistributedRuntime(Sealed):
         _check_text("discovery_backend", discovery_backend)
         plane = _check_text("request_plane", request_plane).lower()
         if enable_nats is not None:
-            _deprecate_enable_nats(enable_nats)
+            deprecate_enable_nats(enable_nats)
         _check_plane("event_plane", event_plane, ("nats", "zmq"))
         response = _check_plane("response_plane", response_plane, ("tcp", "quic"))
         _refuse_unavailable(discovery_backend, plane, response)
@@ -506,7 +511,8 @@ def _home_of(event_loop: Any) -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _deprecate_enable_nats(enable_nats: object) -> None:
+def deprecate_enable_nats(enable_nats: object) -> None:
+    """Check the argument and warn whoever called the function that has it."""
     if not isinstance(enable_nats, bool):
         raise TypeError(
             f"argument 'enable_nats': '{type(enable_nats).__name__}' object cannot be "

@@ -19,8 +19,6 @@
     |   |-- MessageTooLarge               refused before sending, or by the worker
     |   `-- StreamError                   (ValueError) raised while reading the stream
     |       |-- RemoteError               the handler raised
-    |       |   |-- RemoteTimeout         (TimeoutError) it raised a time-out
-    |       |   `-- RemoteUnavailable     (ConnectionError) it raised a connection error
     |       `-- StreamBroken              (ConnectionError) the stream ended early
     |-- ProtocolError
     |   |-- LocalProtocolError            we were about to send rubbish
@@ -59,8 +57,6 @@ __all__ = [
     "Refused",
     "RemoteError",
     "RemoteProtocolError",
-    "RemoteTimeout",
-    "RemoteUnavailable",
     "RouterQueueLimitExceeded",
     "RuntimeClosed",
     "SelectionServiceError",
@@ -264,15 +260,11 @@ class StreamError(CallError, ValueError):
 
 
 class RemoteError(StreamError):
-    """The handler raised; ``remote_type`` names the class."""
+    """The handler raised; ``remote_type`` names the class.
 
-
-class RemoteTimeout(RemoteError, TimeoutError):
-    """The handler raised a time-out (class ``DeadlineExceeded``)."""
-
-
-class RemoteUnavailable(RemoteError, ConnectionError):
-    """The handler raised a connection error (class ``Unavailable``)."""
+    Never a TimeoutError or ConnectionError: those are about this call's own limits and
+    connection, and a handler's trouble with its own peers must not look like them.
+    """
 
 
 class StreamBroken(StreamError, ConnectionError):

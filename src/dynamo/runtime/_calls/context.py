@@ -69,6 +69,7 @@ class ContextState:
         trace: Tracing headers to pass on, or None.
         span: What the context shows of its span, or None in a process without tracing.
         deadline: `time.monotonic()` value by which the call must have ended, or None.
+        noticed: True once the user's code has seen that the call should end.
         stopped: True once the call should end.
         killed: True once it should end at once; `stopped` is then true as well.
     """
@@ -80,6 +81,7 @@ class ContextState:
         "id",
         "killed",
         "metadata",
+        "noticed",
         "span",
         "stopped",
         "trace",
@@ -99,6 +101,7 @@ class ContextState:
         self.trace = trace
         self.span = span
         self.deadline = deadline
+        self.noticed = False
         self.stopped = False
         self.killed = False
         self._on_stop: dict[Callable[[bool], None], Callable[[bool], None]] = {}
@@ -148,12 +151,14 @@ def _tell(
 class _Waiter:
     """Listener that completes one future in that future's loop."""
 
-    __slots__ = ("_future",)
+    __slots__ = ("_future", "_state")
 
-    def __init__(self, future: asyncio.Future[bool]) -> None:
+    def __init__(self, future: asyncio.Future[bool], state: ContextState) -> None:
         self._future = future
+        self._state = state
 
     def __call__(self, killed: bool) -> None:
+        self._state.noticed = True
         try:
             self._future.get_loop().call_soon_threadsafe(self._complete)
         except RuntimeError:
@@ -222,7 +227,10 @@ class Context(Sealed):
         Returns:
             True after a stop or a kill.
         """
-        return self._state.stopped
+        state = self._state
+        if state.stopped:
+            state.noticed = True
+        return state.stopped
 
     def is_killed(self) -> bool:
         """Whether the call should end without finishing what it is doing.
@@ -261,9 +269,10 @@ class Context(Sealed):
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         state = self._state
         if state.stopped:
+            state.noticed = True
             future.set_result(True)
             return future
-        waiter = _Waiter(future)
+        waiter = _Waiter(future, state)
         future.add_done_callback(lambda _: state.unsubscribe(waiter))
         state.subscribe(waiter)
         return future

@@ -328,3 +328,71 @@ class AsyncResponseStream(Unconstructible):
         core = getattr(self, "_core", None)
         if core is not None:
             core.dropped()
+
+
+@final
+class PyAsyncRequestStream(Unconstructible):
+    """The values that a caller streams to a bidirectional handler, in order.
+
+    Iterate it with ``async for``; it ends when the caller ends its input, and when the
+    call is stopped (then the context says so).
+    """
+
+    __slots__ = ("_inbox",)
+
+    _inbox: Inbox
+
+    @classmethod
+    def _of(cls, inbox: Inbox) -> PyAsyncRequestStream:
+        self = cls.__new__(cls)
+        self._inbox = inbox
+        return self
+
+    def __aiter__(self) -> PyAsyncRequestStream:
+        return self
+
+    def __anext__(self) -> asyncio.Future[Any]:
+        return self._inbox.step()
+
+
+class ItemSink(Protocol):
+    """Where a `ResponseSender` puts what a push-mode handler sends."""
+
+    def push(self, value: object) -> None: ...
+
+    def push_end(self, message: str | None) -> None: ...
+
+
+@final
+class ResponseSender(Unconstructible):
+    """Sends the items of a push-mode handler: one with a ``response_sender`` parameter.
+
+    Such a handler is an async generator that yields nothing.
+    """
+
+    __slots__ = ("_sink",)
+
+    _sink: ItemSink
+
+    @classmethod
+    def _of(cls, sink: ItemSink) -> ResponseSender:
+        self = cls.__new__(cls)
+        self._sink = sink
+        return self
+
+    def send(self, obj: Any) -> None:
+        """Send one item, as if it were yielded.
+
+        Raises:
+            ValueError: it cannot be sent; the stream goes on.
+            RuntimeError: after `close`, and when the caller has gone.
+        """
+        self._sink.push(obj)
+
+    def close(self) -> None:
+        """End the stream; again does nothing.  The end of the handler does it too."""
+        self._sink.push_end(None)
+
+    def close_with_error(self, msg: str) -> None:
+        """End the stream with an error of class ``Internal`` for the caller."""
+        self._sink.push_end(msg)

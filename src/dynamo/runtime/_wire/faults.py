@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -259,6 +260,18 @@ def error_of_unsendable(text: str, codec: str = "msgpack") -> ErrorObject:
         "critical error: failed serializing Python response as "
         f"{codec}: {_readable(text)}",
     )
+
+
+def error_of_envelope(error: object, comment: Sequence[str] | None) -> ErrorObject:
+    """What a handler spelled out in an envelope with the event ``error``."""
+    spelled = error if isinstance(error, Mapping) else {}
+    message = spelled.get("message")
+    if not isinstance(message, str):
+        message = ", ".join(comment or ()) or "unknown error"
+    error_class = spelled.get("class")
+    if not isinstance(error_class, str) or error_class not in _FORM_OF_CLASS:
+        error_class = "Internal"
+    return _of_class(error_class, _limited(_readable(message)))
 
 
 def error_of_refusal(error: BaseException) -> tuple[str, ErrorObject]:
