@@ -124,7 +124,7 @@ def genuine_can_decode(value: object) -> str | None:
     """
     try:
         layer = _containers((value,))
-        for _ in range(_GENUINE_DEPTH):
+        for _ in range(_GENUINE_DEPTH + 1):
             if not layer:
                 return None
             layer = _next_layer(layer)
@@ -247,7 +247,7 @@ def _json_form(value: Any) -> Any:
 
 def _json_key(key: object) -> str:
     if isinstance(key, str):
-        return key
+        return str.__str__(key)
     if isinstance(key, bool):
         return "true" if key else "false"
     if isinstance(key, int):
