@@ -67,6 +67,10 @@ class Text(str):  # noqa: SLOT000 - as users write them
         return "overridden"
 
 
+class Key(str):
+    __slots__ = ()
+
+
 class Number(int):
     pass
 
@@ -125,7 +129,7 @@ CONVERTED = [
     (Text("a"), "a"),
     (Number(5), 5),
     (Real(1.5), 1.5),
-    ([Text("a"), {Text("k"): Number(1)}], ["a", {"k": 1}]),
+    ([Text("a"), {Key("k"): Number(1)}], ["a", {"k": 1}]),
     (Colour.RED, "red"),
     (Level.HIGH, 3),
     (Name.A, "a"),

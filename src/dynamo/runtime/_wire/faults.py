@@ -338,13 +338,12 @@ def _http_like(error: BaseException) -> tuple[int | None, str]:
     """Status and message of an exception that carries both."""
     try:
         message, codes = error.message, _codes_of(error)  # type: ignore[attr-defined]
-        message.encode()  # a lone surrogate makes it no message either
+        str.encode(message)  # neither another type nor a lone surrogate will do
     except Exception:  # noqa: BLE001 - attributes run the user's code
         return None, ""
-    if isinstance(message, str):
-        for status in codes:
-            if isinstance(status, int) and 0 <= status <= _MAX_STATUS:
-                return int(status), message
+    for status in codes:
+        if isinstance(status, int) and 0 <= status <= _MAX_STATUS:
+            return int(status), message
     return None, ""
 
 

@@ -247,7 +247,7 @@ def _json_form(value: Any) -> Any:
 
 def _json_key(key: object) -> str:
     if isinstance(key, str):
-        return str.__str__(key)
+        return key
     if isinstance(key, bool):
         return "true" if key else "false"
     if isinstance(key, int):
