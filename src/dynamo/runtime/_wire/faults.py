@@ -79,16 +79,18 @@ _REASON_OF_BACKEND_TYPE = {
     "EngineShutdown": "backend.engine_shutdown",
     "StreamIncomplete": "backend.stream_incomplete",
 }
+# The types after which a caller avoids the instance, by the reasons that they stand for.
 _INHIBITING_TYPES = frozenset(
     (
-        "CannotConnect",
-        "Disconnected",
-        "ConnectionTimeout",
-        "ResponseTimeout",
-        "WorkerUnavailable",
+        "transport.cannot_connect",
+        "transport.disconnected",
+        "transport.connection_timeout",
+        "request.deadline_exceeded",
+        "backend.worker_unavailable",
+        "backend.engine_shutdown",
+        "backend.stream_incomplete",
     )
 )
-_INHIBITING_BACKEND_TYPES = frozenset(("EngineShutdown", "StreamIncomplete"))
 
 # How an error that has only a class is sent: type and reason.  Where a class has several,
 # the ones that do not make the caller avoid a healthy worker.
@@ -226,15 +228,13 @@ def inhibits(error: ErrorObject) -> bool:
     An application's own time-out status does not count, although it does in the genuine
     client: the worker that reports it is healthy.
     """
-    kind = error.error_type
-    if isinstance(kind, str):
-        inhibiting = kind in _INHIBITING_TYPES
-    else:
-        inhibiting = (kind or {}).get("Backend") in _INHIBITING_BACKEND_TYPES
-    if not inhibiting or error.reason == "request.deadline_exceeded":
+    type_reason = _reason_of_type(error.error_type)
+    if type_reason is None or type_reason not in _INHIBITING_TYPES:
         return False
-    reason = _reason_of_type(kind)
-    return reason is not None and settled(error).error_class == _CLASS_OF_REASON[reason]
+    error = settled(error)
+    # A type that contradicts the class says nothing.
+    fits = error.error_class == _CLASS_OF_REASON[type_reason]
+    return fits and error.reason != "request.deadline_exceeded"
 
 
 def error_of_exception(error: BaseException) -> ErrorObject:
@@ -351,13 +351,12 @@ def _http_like(error: BaseException) -> tuple[int | None, str]:
     """Status and message of an exception that carries both."""
     try:
         message, codes = error.message, _codes_of(error)  # type: ignore[attr-defined]
-        message.encode()  # a lone surrogate makes it no message either
+        str.encode(message)  # neither another type nor a lone surrogate will do
     except Exception:  # noqa: BLE001 - attributes run the user's code
         return None, ""
-    if isinstance(message, str):
-        for status in codes:
-            if isinstance(status, int) and 0 <= status <= _MAX_STATUS:
-                return int(status), message
+    for status in codes:
+        if isinstance(status, int) and 0 <= status <= _MAX_STATUS:
+            return int(status), message
     return None, ""
 
 

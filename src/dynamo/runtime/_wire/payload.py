@@ -124,7 +124,7 @@ def genuine_can_decode(value: object) -> str | None:
     """
     try:
         layer = _containers((value,))
-        for _ in range(_GENUINE_DEPTH):
+        for _ in range(_GENUINE_DEPTH + 1):
             if not layer:
                 return None
             layer = _next_layer(layer)
