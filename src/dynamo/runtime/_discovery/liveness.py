@@ -25,6 +25,8 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger("dynamo.runtime.discovery")
 
+_WIND_UP_S = 5.0
+
 
 class Liveness:
     """The thread; it starts with the first `submit` and ends with `stop`."""
@@ -120,9 +122,11 @@ class Liveness:
         try:
             loop.run_forever()
         finally:
-            loop.run_until_complete(_wind_up())
-            loop.close()
-            self.ended.set_result(None)
+            try:
+                loop.run_until_complete(_wind_up())
+            finally:
+                loop.close()
+                self.ended.set_result(None)
 
 
 _STOPPED = "discovery was shut down with its runtime: make a new runtime"
@@ -156,4 +160,5 @@ async def _wind_up() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if tasks:
+        await asyncio.wait(tasks, timeout=_WIND_UP_S)
