@@ -87,6 +87,11 @@ def test_bytes_that_are_no_json_are_no_record(raw: bytes) -> None:
         records.decode_record(raw)
 
 
+def test_unreadable_lanes_do_not_hide_the_record() -> None:
+    raw = written(dynamo_py="X").replace(b'"X"', b'{"v":1,"lanes":["\xff"]}')
+    assert records.decode_record(raw).ours is False
+
+
 def test_codec_defaults_to_json() -> None:
     content = json.loads(written())
     del content["request_plane_codec"], content["device_type"]

@@ -20,8 +20,9 @@ from dynamo.runtime.errors import RemoteProtocolError
 
 Codec = Literal["msgpack", "json"]
 
-# What the decoders raise for bytes that are not what they should be.
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# What the decoders raise for bytes that are not what they should be.  TypeError: a map as
+# the key of a map, in older releases of msgspec.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
 
 _MIN_INT = -(2**63)
 _MAX_INT = 2**64 - 1

@@ -297,6 +297,6 @@ def _read_lanes(
         return None
     try:
         read = _decode_lanes(raw)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return read.lanes if read.v == _LANES_VERSION else ()
