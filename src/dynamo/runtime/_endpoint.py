@@ -78,12 +78,26 @@ class EndpointHome(Protocol):
 class ServedEndpoint:
     """One call of ``serve_endpoint``: from registration to the last request."""
 
-    def __init__(self, home: EndpointHome, name: EndpointName, handler: Handler, base: contextvars.Context) -> None:
+    def __init__(
+        self,
+        home: EndpointHome,
+        name: EndpointName,
+        handler: Handler,
+        base: contextvars.Context,
+        *,
+        streamed: bool,
+    ) -> None:
         self.name = name
         self._home = home
         self._path = endpoint_wire_path(name, home.backend.connection_id)
         self._ingress = EndpointIngress(
-            home.loop, self._path, handler, home.config, home.admission, base
+            home.loop,
+            self._path,
+            handler,
+            home.config,
+            home.admission,
+            base,
+            streamed=streamed,
         )
         self._server: RequestServer | None = None
         self._released: asyncio.Future[None] | None = None
@@ -232,10 +246,61 @@ class Endpoint(Unconstructible):
             CannotListen: the worker's port cannot be opened (from the future).
             DiscoveryError: the record cannot be published (from the future).
         """
-        function = _one_of(generator, handler)
+        _check_payload(health_check_payload)
+        return self._serve(
+            _one_of(generator, handler),
+            graceful_shutdown,
+            metrics_labels,
+            streamed=False,
+        )
+
+    def serve_bidirectional_endpoint(
+        self,
+        generator: Any = _MISSING,
+        graceful_shutdown: bool | None = True,
+        metrics_labels: Sequence[tuple[str, str]] | None = None,
+        *,
+        handler: Any = _MISSING,
+    ) -> asyncio.Future[tuple[()]]:
+        """Serve calls that send a stream of requests.
+
+        Like `serve_endpoint`, but the handler is called with a `PyAsyncRequestStream`
+        from which it reads the caller's values while it yields its own.
+
+        Args:
+            generator: An async generator function of the stream of requests.
+            graceful_shutdown: Whether a shutdown waits for calls in flight; None means
+                True.
+            metrics_labels: Pairs of text that label the endpoint's metrics.
+            handler: The same as ``generator``, under its documented name.
+
+        Returns:
+            A future that resolves to ``()`` after the shutdown.
+
+        Raises:
+            TypeError: an argument of the wrong type.
+            ValueError: a label that is no pair.
+            RuntimeError: no loop is running.
+            CannotListen: the worker's port cannot be opened (from the future).
+            DiscoveryError: the record cannot be published (from the future).
+        """
+        return self._serve(
+            _one_of(generator, handler),
+            graceful_shutdown,
+            metrics_labels,
+            streamed=True,
+        )
+
+    def _serve(
+        self,
+        function: Any,
+        graceful_shutdown: bool | None,
+        metrics_labels: Sequence[tuple[str, str]] | None,
+        *,
+        streamed: bool,
+    ) -> asyncio.Future[tuple[()]]:
         _check_bool("graceful_shutdown", graceful_shutdown)
         _check_labels(metrics_labels)
-        _check_payload(health_check_payload)
         asyncio.get_running_loop()
         wrapped = Handler(function)
         complaint = wrapped.complaint()
@@ -246,8 +311,14 @@ class Endpoint(Unconstructible):
                 self._name,
                 complaint,
             )
-        base = contextvars.copy_context()
-        return self._home.run(_serve(self._home, self._name, wrapped, base))
+        life = ServedEndpoint(
+            self._home,
+            self._name,
+            wrapped,
+            contextvars.copy_context(),
+            streamed=streamed,
+        )
+        return self._home.run(life.serve())
 
     def client(self, router_mode: RouterMode | None = None) -> asyncio.Future[Client]:
         """Make a client of this endpoint; there need not be a worker yet.
@@ -315,12 +386,6 @@ class Endpoint(Unconstructible):
     def metrics(self) -> RuntimeMetrics:
         """Where callbacks for the worker's metrics are registered."""
         return RuntimeMetrics._make(self._registry)
-
-
-async def _serve(
-    home: EndpointHome, name: EndpointName, handler: Handler, base: contextvars.Context
-) -> tuple[()]:
-    return await ServedEndpoint(home, name, handler, base).serve()
 
 
 def _one_of(generator: Any, handler: Any) -> Any:

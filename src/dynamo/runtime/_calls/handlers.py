@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dynamo.runtime._calls.context import Context
+    from dynamo.runtime._calls.streams import ResponseSender
 
 
 class ShapeError(Exception):
@@ -46,6 +47,7 @@ class Handler:
         self.name = getattr(function, "__qualname__", None) or type(function).__name__
         self._refusal: ShapeError | None = None
         self._takes_context = False
+        self.pushes = False
         self._look()
 
     def _look(self) -> None:
@@ -57,8 +59,12 @@ class Handler:
             signature = inspect.signature(self.function)
         except (TypeError, ValueError):
             return
-        self._takes_context = "context" in signature.parameters
-        keywords = {"context": None} if self._takes_context else {}
+        self.pushes = "response_sender" in signature.parameters
+        # A push-mode handler gets both, whether it asks for the context or not.
+        self._takes_context = self.pushes or "context" in signature.parameters
+        keywords = dict.fromkeys(["context"] if self._takes_context else [])
+        if self.pushes:
+            keywords["response_sender"] = None
         try:
             signature.bind(None, **keywords)
         except TypeError as error:
@@ -79,8 +85,15 @@ class Handler:
             return "it is a plain generator function: use 'async def'"
         return None
 
-    def call(self, request: object, context: Context) -> AsyncIterator[Any]:
+    def call(
+        self, request: object, context: Context, sender: ResponseSender
+    ) -> AsyncIterator[Any]:
         """The iterator that answers a request.
+
+        Args:
+            request: The decoded request, or the stream of them.
+            context: Passed on if the callable has a parameter of that name.
+            sender: Passed on to a callable that pushes.
 
         Raises:
             ShapeError: the callable cannot serve, or returned no async iterator.
@@ -88,7 +101,9 @@ class Handler:
         """
         if self._refusal is not None:
             raise self._refusal
-        if self._takes_context:
+        if self.pushes:
+            result = self.function(request, context=context, response_sender=sender)
+        elif self._takes_context:
             result = self.function(request, context=context)
         else:
             result = self.function(request)

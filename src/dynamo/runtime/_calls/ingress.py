@@ -21,26 +21,35 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._calls.context import Context, ContextState
 from dynamo.runtime._calls.handlers import Handler, ShapeError
-from dynamo.runtime._calls.streams import Annotated, on_loop
+from dynamo.runtime._calls.items import ItemError, encode_error, encode_item
+from dynamo.runtime._calls.streams import (
+    Inbox,
+    PyAsyncRequestStream,
+    ResponseSender,
+    on_loop,
+)
 from dynamo.runtime._transports.connection import spawn
 from dynamo.runtime._wire.callhome import OVERLOADED_TEXT
 from dynamo.runtime._wire.faults import (
     error_of_envelope,
     error_of_exception,
     error_of_refusal,
-    error_of_unsendable,
 )
-from dynamo.runtime._wire.payload import decode_value, encode_annotated
+from dynamo.runtime._wire.payload import decode_value
 from dynamo.runtime.errors import CallError, RemoteProtocolError
 
 if TYPE_CHECKING:
     from dynamo.runtime._config import RuntimeConfig
-    from dynamo.runtime._transports import IncomingCall, IncomingRequest, ReplyStream
+    from dynamo.runtime._transports import (
+        IncomingCall,
+        IncomingRequest,
+        InputStream,
+        ReplyStream,
+    )
     from dynamo.runtime._wire.faults import ErrorObject
 
 _log = logging.getLogger("dynamo.runtime.ingress")
 
-_ENVELOPE_MARK = "_dynamo_annotated"
 # A handler that never awaits gives way to the loop after this many bytes of items.
 _GIVE_WAY_BYTES = 64 * 1024
 # A handler that has not looked at its context since it was stopped does not know.
@@ -104,6 +113,7 @@ class EndpointIngress:
         handler: The user's callable.
         admission: Shared by all endpoints of the worker.
         base: The context variables with which every call starts.
+        streamed: Whether the handler takes a stream of requests instead of one.
     """
 
     def __init__(
@@ -114,10 +124,13 @@ class EndpointIngress:
         config: RuntimeConfig,
         admission: Admission,
         base: contextvars.Context,
+        *,
+        streamed: bool,
     ) -> None:
         self.loop = loop
         self.path = path
         self.handler = handler
+        self.streamed = streamed
         self.config = config
         self.admission = admission
         self._base = base
@@ -167,7 +180,11 @@ class EndpointIngress:
 
 
 class _Run:
-    """One request from its ack to the end of its answer (the lane's `ReplyEvents`)."""
+    """One request from its ack to the end of its answer.
+
+    The lane's `ReplyEvents` and `InputEvents`, and the `ItemSink` of a push-mode
+    handler.
+    """
 
     def __init__(self, endpoint: EndpointIngress, call: IncomingCall) -> None:
         self._endpoint = endpoint
@@ -175,12 +192,15 @@ class _Run:
         self._call = call
         self._state: ContextState | None = None
         self._reply: ReplyStream | None = None
+        self._input: InputStream | None = None
+        self._inbox: Inbox | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._writable: asyncio.Future[None] | None = None
         self._codec = "msgpack"
-        self._over = False
         self._ran = False
+        # Nothing more is sent: complete, failed, refused, stopped or lost.
+        self._over = False
 
     def begin(self, base: contextvars.Context) -> None:
         self._task = spawn(self._loop, self._run(), base)
@@ -193,6 +213,8 @@ class _Run:
         self._endpoint.admission.release(ran=self._ran)
         if self._state is not None:
             self._state.unsubscribe(self._on_context)
+        if self._input is not None:
+            self._input.close()
         if self._reply is not None and not self._over:
             # Reached only when the task was cut off before it could end the stream.
             self._reply.drop()
@@ -204,7 +226,7 @@ class _Run:
                 exc_info=task.exception(),
             )
 
-    # ReplyEvents
+    # ReplyEvents and InputEvents
 
     def on_stop(self, *, killed: bool) -> None:
         if self._state is None:
@@ -219,6 +241,21 @@ class _Run:
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
 
+    def on_input(self, value: object, size_bytes: int) -> None:
+        if self._inbox is not None:
+            self._inbox.put(value, size_bytes)
+
+    def on_input_end(self) -> None:
+        if self._inbox is not None:
+            self._inbox.end(None)
+
+    def _on_input_full(self, full: bool) -> None:
+        if self._input is not None:
+            if full:
+                self._input.pause()
+            else:
+                self._input.resume()
+
     # Stopping
 
     def _on_context(self, killed: bool) -> None:
@@ -226,6 +263,7 @@ class _Run:
         on_loop(self._loop, self._stop)
 
     def _stop(self) -> None:
+        self.on_input_end()
         if self._over:
             return
         self._over = True
@@ -269,6 +307,7 @@ class _Run:
     async def _run(self) -> None:
         try:
             request = self._call.decode()
+            self._check_kind(request)
         except RemoteProtocolError as error:
             await self._answer_unreadable(error)
             return
@@ -277,17 +316,32 @@ class _Run:
             request.call_id, request.metadata, request.trace
         )
         state.subscribe(self._on_context)
-        self._reply = await self._open()
-        if self._reply is None:
+        if not await self._open():
             return
         await self._endpoint.admission.run()
         self._ran = True
+        assert self._reply is not None
         await self._answer(request, self._reply, Context._of(state))
 
-    async def _open(self) -> ReplyStream | None:
+    def _check_kind(self, request: IncomingRequest) -> None:
+        if self._endpoint.streamed == (request.body is None):
+            return
+        takes, sends = "a single request", "a stream of requests"
+        if self._endpoint.streamed:
+            takes, sends = sends, takes
+        raise RemoteProtocolError(
+            f"endpoint {self._endpoint.path} takes {takes}, the call sends {sends}"
+        )
+
+    async def _open(self) -> bool:
+        """Reach the caller: first its input, then the way back."""
         try:
-            return await self._call.open(self)
+            if self._endpoint.streamed:
+                self._inbox = Inbox(self._loop, self._on_input_full)
+                self._input = await self._call.open_input(self)
+            self._reply = await self._call.open(self)
         except CallError as error:
+            self._over = True
             _log.warning(
                 "cannot answer a request on %s: %s (%s); is the address that the "
                 "client announced reachable from here? "
@@ -296,18 +350,21 @@ class _Run:
                 error,
                 error.facts.get("reason"),
             )
-            self._over = True
-            return None
+            return False
+        return True
 
     async def _answer_unreadable(self, error: RemoteProtocolError) -> None:
         """A request that makes no sense gets an error, not silence."""
         _log.warning("unreadable request on %s: %s", self._endpoint.path, error)
         self._state = ContextState("", {})
-        reply = await self._open()
-        if reply is not None:
-            self._reply = reply
-            reply.start()
-            self._fail(reply, error_of_exception(ValueError(str(error))))
+        try:
+            reply = self._reply = await self._call.open(self)
+        except CallError as unreachable:
+            self._over = True
+            _log.warning("and its sender cannot be told: %s", unreachable)
+            return
+        reply.start()
+        self._fail(reply, error_of_exception(ValueError(str(error))))
 
     async def _answer(
         self, request: IncomingRequest, reply: ReplyStream, context: Context
@@ -315,26 +372,87 @@ class _Run:
         if self._over:
             return
         try:
-            value = decode_value(request.body, request.codec)
+            argument = self._argument(request)
         except RemoteProtocolError as error:
-            await self._refuse_value(reply, error)
+            _log.warning("unreadable request on %s: %s", self._endpoint.path, error)
+            reply.start()
+            self._fail(reply, error_of_exception(ValueError(str(error))))
             return
+        handler = self._endpoint.handler
         try:
-            iterator = self._endpoint.handler.call(value, context)
+            iterator = handler.call(argument, context, ResponseSender._of(self))
         except ShapeError as error:
-            reply.refuse(*error_of_refusal(error.cause))
             self._over = True
+            reply.refuse(*error_of_refusal(error.cause))
             return
         except BaseException as error:  # noqa: BLE001 - whatever the user's code raises
             reply.start()
             self._handler_failed(reply, error)
             return
-        del value
+        # The request may be large, and the handler may let go of it.
+        del argument, request
         reply.start()
         try:
             await self._stream(iterator, reply)
         finally:
             await self._close(iterator)
+
+    def _argument(self, request: IncomingRequest) -> object:
+        if self._inbox is not None:
+            return PyAsyncRequestStream._of(self._inbox)
+        body, request.body = request.body, None
+        assert body is not None
+        return decode_value(body, request.codec)
+
+    async def _stream(self, iterator: AsyncIterator[Any], reply: ReplyStream) -> None:
+        """Send what the handler yields until it ends, fails, or nobody wants more."""
+        unseen_bytes = 0
+        told = False
+        try:
+            async for value in iterator:
+                if self._over:
+                    if told:
+                        return
+                    # As the genuine worker does: one more step in which a handler that
+                    # looks at its context can end by itself.
+                    told = True
+                    continue
+                body = self._item_of(value)
+                reply.item(body)
+                if reply.paused:
+                    await self._until_writable(reply)
+                unseen_bytes += len(body)
+                if unseen_bytes >= _GIVE_WAY_BYTES:
+                    unseen_bytes = 0
+                    await asyncio.sleep(0)
+        except ItemError as error:
+            self._log_unsendable(error)
+            self._fail(reply, error.error)
+        except BaseException as error:  # noqa: BLE001 - whatever the user's code raises
+            self._handler_failed(reply, error)
+        else:
+            self._finish(reply)
+
+    def _item_of(self, value: object) -> bytes:
+        if self._endpoint.handler.pushes:
+            name = self._endpoint.handler.name
+            text = f"critical error: push-mode handler yielded: {name} has a parameter "
+            text += "response_sender, so it sends through that and yields nothing"
+            raise ItemError(error_of_envelope(None, [text]))
+        return encode_item(self._codec, value)
+
+    def _log_unsendable(self, error: ItemError) -> None:
+        _log.error(
+            "handler %s of %s: %s",
+            self._endpoint.handler.name,
+            self._endpoint.path,
+            error,
+        )
+
+    async def _until_writable(self, reply: ReplyStream) -> None:
+        while reply.paused and not self._over:
+            self._writable = self._loop.create_future()
+            await self._writable
 
     async def _close(self, iterator: AsyncIterator[Any]) -> None:
         """Let a generator run its ``finally`` here and now, in the task that drove it."""
@@ -354,42 +472,7 @@ class _Run:
                 self._endpoint.path,
             )
 
-    async def _refuse_value(
-        self, reply: ReplyStream, error: RemoteProtocolError
-    ) -> None:
-        _log.warning("unreadable request on %s: %s", self._endpoint.path, error)
-        reply.start()
-        self._fail(reply, error_of_exception(ValueError(str(error))))
-
-    async def _stream(self, iterator: AsyncIterator[Any], reply: ReplyStream) -> None:
-        """Send what the handler yields until it ends, fails, or nobody wants more."""
-        unseen_bytes = 0
-        try:
-            async for value in iterator:
-                if self._over:
-                    return
-                body, failure = self._encode(value)
-                if failure is not None:
-                    self._fail(reply, failure)
-                    return
-                reply.item(body)
-                if reply.paused:
-                    await self._until_writable(reply)
-                unseen_bytes += len(body)
-                if unseen_bytes >= _GIVE_WAY_BYTES:
-                    unseen_bytes = 0
-                    await asyncio.sleep(0)
-        except BaseException as error:  # noqa: BLE001 - whatever the user's code raises
-            self._handler_failed(reply, error)
-            return
-        if not self._over:
-            self._over = True
-            reply.finish()
-
-    async def _until_writable(self, reply: ReplyStream) -> None:
-        while reply.paused and not self._over:
-            self._writable = self._loop.create_future()
-            await self._writable
+    # Ending
 
     def _handler_failed(self, reply: ReplyStream, error: BaseException) -> None:
         """Report what the handler raised; cancellation and exits also go on."""
@@ -405,75 +488,30 @@ class _Run:
             raise error
 
     def _fail(self, reply: ReplyStream, error: ErrorObject) -> None:
-        if self._over:
-            return
-        self._over = True
-        reply.item(encode_annotated(self._codec, event="error", error=error, has_data=False))
-        reply.finish()
+        if not self._over:
+            reply.item(encode_error(self._codec, error))
+            self._finish(reply)
 
-    # Items
+    def _finish(self, reply: ReplyStream) -> None:
+        if not self._over:
+            self._over = True
+            reply.finish()
 
-    def _encode(self, value: object) -> tuple[bytes, ErrorObject | None]:
-        """The bytes of an item, or the error that ends the stream in its place."""
+    # ItemSink
+
+    def push(self, value: object) -> None:
+        if self._over or self._reply is None:
+            raise RuntimeError("the stream is closed: nothing more can be sent")
         try:
-            if type(value) is Annotated:
-                item = value._item
-                return encode_annotated(
-                    self._codec,
-                    item.data,
-                    id=item.id,
-                    event=item.event,
-                    comment=item.comment,
-                    has_data=item.data is not None,
-                ), None
-            if isinstance(value, dict) and value.get(_ENVELOPE_MARK):
-                return self._encode_envelope(value)
-            return encode_annotated(self._codec, value), None
-        except (TypeError, ValueError, OverflowError) as error:
-            text = f"{type(error).__name__}: {error}"
-            _log.error(
-                "handler %s of %s yielded something that cannot be sent: %s",
-                self._endpoint.handler.name,
-                self._endpoint.path,
-                text,
-            )
-            return b"", error_of_unsendable(str(error))
+            body = encode_item(self._codec, value)
+        except ItemError as error:
+            raise ValueError(str(error)) from error
+        self._reply.item(body)
 
-    def _encode_envelope(
-        self, envelope: dict[str, Any]
-    ) -> tuple[bytes, ErrorObject | None]:
-        event = envelope.get("event")
-        comment = envelope.get("comment")
-        complaint = _envelope_complaint(event, comment, envelope.get("id"))
-        if complaint is not None:
-            return b"", error_of_envelope(None, [complaint])
-        if event == "error":
-            return b"", error_of_envelope(envelope.get("error"), comment)
-        data = envelope.get("data")
-        return encode_annotated(
-            self._codec,
-            data,
-            id=envelope.get("id"),
-            event=event,
-            comment=list(comment) if comment is not None else None,
-            has_data=data is not None,
-        ), None
-
-
-def _envelope_complaint(event: object, comment: object, id: object) -> str | None:
-    """What is wrong with the fields of an envelope, in the words of the genuine one."""
-    head = (
-        "critical error: invalid response object from Python async generator; "
-        "application-logic-mismatch: TypeError: "
-    )
-    for value in (event, id):
-        if value is not None and not isinstance(value, str):
-            kind = type(value).__name__
-            return f"{head}'{kind}' object cannot be converted to 'PyString'"
-    if comment is None:
-        return None
-    if not isinstance(comment, (list, tuple)):
-        return f"{head}comment must be a list of str, not {type(comment).__name__}"
-    if not all(isinstance(line, str) for line in comment):
-        return f"{head}comment must be a list of str"
-    return None
+    def push_end(self, message: str | None) -> None:
+        if self._reply is None:
+            return
+        if message is None:
+            self._finish(self._reply)
+        else:
+            self._fail(self._reply, error_of_envelope({"message": message}, None))

@@ -133,13 +133,39 @@ class ReplyStream(Protocol):
         """Close without an end mark: the caller stopped the call, or we failed it."""
 
 
+class InputEvents(Protocol):
+    """What the worker's side of a call with streamed input is told besides."""
+
+    def on_input(self, value: object, size_bytes: int) -> None:
+        """One value of the input."""
+
+    def on_input_end(self) -> None:
+        """The caller ended its input; no cancellation."""
+
+    def on_stop(self, *, killed: bool) -> None:
+        """The input was cut off or cancelled."""
+
+
+class InputStream(Protocol):
+    """Where streamed input comes from."""
+
+    def pause(self) -> None:
+        """Take no more input for now."""
+
+    def resume(self) -> None:
+        """Take input again."""
+
+    def close(self) -> None:
+        """Want no more input."""
+
+
 class IncomingRequest(msgspec.Struct, kw_only=True):
-    """A request as an endpoint sees it."""
+    """A request as an endpoint sees it; ``body`` is None if the input is streamed."""
 
     call_id: str
     metadata: dict[str, str]
     codec: str
-    body: bytes
+    body: bytes | None
     trace: TraceContext | None
     ours: bool
 
@@ -165,6 +191,13 @@ class IncomingCall(Protocol):
 
     async def open(self, events: ReplyEvents) -> ReplyStream:
         """Open the way back to the caller.
+
+        Raises:
+            CallError: the caller cannot be reached.
+        """
+
+    async def open_input(self, events: InputEvents) -> InputStream:
+        """Open the streamed input, before the way back.
 
         Raises:
             CallError: the caller cannot be reached.

@@ -20,7 +20,10 @@ from dynamo.runtime._wire.callhome import (
     BadRequest,
     Control,
     ControlHeader,
+    InputEnded,
+    InputReceived,
     RequestReceived,
+    RequestStreamReceiver,
     decode_control,
     decode_request_payload,
     encode_final_frame,
@@ -31,10 +34,10 @@ from dynamo.runtime._wire.callhome import (
 from dynamo.runtime._wire.propagation import read_trace, sent_by_ours
 from dynamo.runtime._wire.records import split_host_port
 from dynamo.runtime._wire.two_part import TwoPartReader
-from dynamo.runtime.errors import ConnectionFailed, RemoteProtocolError
+from dynamo.runtime.errors import ConnectionFailed
 
 if TYPE_CHECKING:
-    from dynamo.runtime._transports import ReplyEvents
+    from dynamo.runtime._transports import InputEvents, ReplyEvents
     from dynamo.runtime._wire.faults import ErrorObject
 
 _log = logging.getLogger("dynamo.runtime.callhome")
@@ -74,11 +77,6 @@ class CallhomeCall:
             self._control = error.control
             raise
         self._control = control
-        if body is None:
-            raise RemoteProtocolError(
-                "the request has no body: endpoint serves single requests, the call "
-                "sends a stream of them"
-            )
         return IncomingRequest(
             call_id=control.id,
             metadata=control.metadata,
@@ -101,6 +99,75 @@ class CallhomeCall:
             port,
             self._connect_timeout_s,
         )
+
+
+    async def open_input(self, events: InputEvents) -> InputConnection:
+        where = self._control and self._control.request_stream
+        if self._control is None or where is None:
+            raise ConnectionFailed("the request does not say where its input comes from")
+        host, port = split_host_port(where.address)
+        codec = self._control.codec
+        return await connect(
+            self._loop,
+            lambda: InputConnection(self._loop, where.subject, codec, events),
+            host,
+            port,
+            self._connect_timeout_s,
+        )
+
+
+class InputConnection(Connection):
+    """The connection on which a caller streams its input (an `InputStream`)."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        subject: str,
+        codec: str,
+        events: InputEvents,
+    ) -> None:
+        super().__init__(loop)
+        self._subject = subject
+        self._events = events
+        self._reader = TwoPartReader()
+        self._receiver = RequestStreamReceiver(codec)
+        self._over = False
+
+    def pause(self) -> None:
+        self.pause_reading()
+
+    def resume(self) -> None:
+        self.resume_reading()
+
+    @override
+    def close(self) -> None:
+        self._over = True
+        super().close()
+
+    @override
+    def opened(self) -> None:
+        self.send(encode_handshake(self._subject, "request"))
+
+    @override
+    def received(self, data: bytes) -> None:
+        for frame in self._reader.feed(data):
+            self._handle(self._receiver.receive(frame), len(frame.body))
+
+    def _handle(self, event: object, size_bytes: int) -> None:
+        if self._over or event is None:
+            return
+        if isinstance(event, InputReceived):
+            self._events.on_input(event.value, size_bytes)
+        elif isinstance(event, InputEnded):
+            self._over = True
+            self._events.on_input_end()
+        else:
+            self._over = True
+            self._events.on_stop(killed=event is Control.KILL)
+
+    @override
+    def lost(self, error: Exception | None) -> None:
+        self._handle(self._receiver.receive_eof(), 0)
 
 
 class ReplyConnection(Connection):

@@ -290,12 +290,8 @@ def exception_of_error(
         message = public.get("message")
         if public.get("type") == "message" and isinstance(message, str):
             return errors.InvalidArgument(message)
-    kinds: dict[str | None, type[errors.RemoteError]] = {
-        "DeadlineExceeded": errors.RemoteTimeout,
-        "Unavailable": errors.RemoteUnavailable,
-    }
     named = _REMOTE_TYPE.match(error.words)
-    return kinds.get(error.error_class, errors.RemoteError)(
+    return errors.RemoteError(
         f"{error.error_class}: {error.words}",
         instance_id=instance_id,
         remote_type=named and named[1],
