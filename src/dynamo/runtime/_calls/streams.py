@@ -112,10 +112,20 @@ class _Step(asyncio.Future[Any]):
 
     The task may be cancelled in the very turn in which the item arrived: the future is
     done, yet the task never sees the result.  Then the item goes back.
+
+    While it waits it keeps the stream: ``await make_stream().__anext__()`` has no other
+    reference to it.
     """
 
     _inbox: Inbox
+    stream: object = None
 
+    @override
+    def cancel(self, msg: Any | None = None) -> bool:
+        self.stream = None
+        return super().cancel(msg)
+
+    @override
     def __await__(self) -> Generator[Any, None, Any]:
         try:
             return (yield from super().__await__())
@@ -168,6 +178,7 @@ class Inbox:
             waiter = self._waiters.popleft()
             if not waiter.done():
                 waiter.set_result(item)
+                waiter.stream = None
                 return
         self._items.append(item)
         self._bytes += size_bytes
@@ -303,7 +314,10 @@ class AsyncResponseStream(Unconstructible):
         return self
 
     def __anext__(self) -> asyncio.Future[Any]:
-        return self._core.step()
+        step = self._core.step()
+        if type(step) is _Step:
+            step.stream = self
+        return step
 
     def cancel(self) -> None:
         """Cancel the call now.  Items that were not read are lost.  Any thread."""

@@ -273,6 +273,33 @@ class _HostPool:
             connection.close()
 
 
+class _Gate:
+    """Makes calls with one id to one genuine worker start one after another.
+
+    Such a worker confuses calls of equal id that start together (they fail, and it looks
+    broken); once their streams stand they may overlap.
+    """
+
+    def __init__(
+        self,
+        gates: dict[tuple[int, str], _Gate],
+        key: tuple[int, str],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._gates = gates
+        self._key = key
+        self._opened: asyncio.Future[None] = loop.create_future()
+        gates[key] = self
+
+    async def wait(self) -> None:
+        """Until the call that holds the gate has started, or is over."""
+        await asyncio.wait((self._opened,))
+
+    def open(self) -> None:
+        del self._gates[self._key]
+        self._opened.set_result(None)
+
+
 class _Call:
     """One outgoing call: its subject, its response connection, its state machine."""
 
@@ -282,6 +309,7 @@ class _Call:
         record: EndpointRecord,
         authority: str,
         events: CallEvents,
+        gate: _Gate | None,
     ) -> None:
         self.subject = _subject()
         self._lane = lane
@@ -289,6 +317,7 @@ class _Call:
         self._authority = authority
         self._events = events
         self._receiver = ResponseReceiver(record.codec)
+        self._gate = gate
         self._connection: _ResponseConnection | None = None
         self._call_home_timer: asyncio.TimerHandle | None = None
         self._stop_due = False
@@ -326,11 +355,18 @@ class _Call:
 
     def close(self) -> None:
         self._over = True
+        self._pass_gate()
         self._lane.listener.forget(self.subject)
         if self._call_home_timer is not None:
             self._call_home_timer.cancel()
         if self._connection is not None:
             self._connection.close()
+
+    def _pass_gate(self) -> None:
+        """Let the next call with this id start."""
+        if self._gate is not None:
+            self._gate.open()
+            self._gate = None
 
     # What the request connection reports.
 
@@ -409,8 +445,13 @@ class _Call:
             self._events.on_lost("Stream ended before generation completed")
         else:
             self._events.on_item(event, size_bytes)  # type: ignore[arg-type]
+            if self._receiver.complete:
+                # The final mark came with an item: there is nothing to wait for.
+                self.close()
+                self._events.on_ended()
 
     def _begin(self, prologue: PrologueReceived) -> None:
+        self._pass_gate()
         if prologue.error is None:
             self._events.on_started()
             return
@@ -529,6 +570,7 @@ class CallhomeClientLane:
         self.config = config
         self.listener = ResponseListener(loop, config)
         self.connecting = asyncio.Semaphore(config.global_connect_limit)
+        self._gates: dict[tuple[int, str], _Gate] = {}
         self._pools: dict[tuple[str, int], _HostPool] = {}
         self._idle_timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -540,13 +582,26 @@ class CallhomeClientLane:
             raise RuntimeClosed("the runtime was shut down")
         address = _callable_address(record)
         body = _encode_for(record, request)
-        await self.listener.start()
-        connection = await self._pool(address).connection()
-        call = _Call(self, record, address.authority, events)
-        frame = self._frame(address, record, request, call, body)
+        gate = await self._gate(record, request)
+        call = _Call(self, record, address.authority, events, gate)
+        try:
+            await self.listener.start()
+            frame = self._frame(address, record, request, call, body)
+            connection = await self._pool(address).connection()
+        except BaseException:
+            call.close()
+            raise
         self.listener.expect(call)
         connection.submit(frame, call.on_ack)
         return call
+
+    async def _gate(self, record: EndpointRecord, request: CallRequest) -> _Gate | None:
+        if record.ours:
+            return None
+        key = (record.instance_id, request.call_id)
+        while (held := self._gates.get(key)) is not None:
+            await held.wait()
+        return _Gate(self._gates, key, self.loop)
 
     def _frame(
         self,

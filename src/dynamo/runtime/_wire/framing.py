@@ -8,20 +8,11 @@ list of chunks that is joined once, when the frame in it is complete.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from dynamo.runtime.errors import RemoteProtocolError
 
-if TYPE_CHECKING:
-    from typing_extensions import override
-else:
-
-    def override(method):
-        """Stand-in for `typing.override` (3.12), which only type checkers look at."""
-        return method
-
-
-__all__ = ["Event", "FrameReader", "override"]
+__all__ = ["Event", "FrameReader"]
 
 Event = TypeVar("Event")
 

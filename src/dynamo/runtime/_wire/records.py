@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from dynamo.runtime._wire.framing import override
+from dynamo.runtime._sealed import override
 from dynamo.runtime.errors import LocalProtocolError, RemoteProtocolError
 
 INSTANCES = "v1/instances"

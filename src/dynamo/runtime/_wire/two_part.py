@@ -10,7 +10,8 @@ import struct
 
 import msgspec
 
-from dynamo.runtime._wire.framing import FrameReader, override
+from dynamo.runtime._sealed import override
+from dynamo.runtime._wire.framing import FrameReader
 from dynamo.runtime.errors import RemoteProtocolError
 
 _PREFIX = struct.Struct(">QQQ")
