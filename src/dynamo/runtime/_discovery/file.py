@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dynamo.runtime._discovery import KeyChange
 from dynamo.runtime._discovery.directory import Clock, Directory, Lock
-from dynamo.runtime._discovery.liveness import Liveness
+from dynamo.runtime._discovery.liveness import LEFT, Liveness
 from dynamo.runtime._discovery.watching import LoopWatch, Prefix
 from dynamo.runtime.errors import DiscoveryError, RuntimeClosed
 
@@ -124,19 +124,20 @@ class FileBackend:
 
     async def _register(self, bucket: str, key: str, value: bytes) -> None:
         place = self._open(bucket)
-        known = key in place.own
+        previous = place.own.get(key)
         # Before the file exists, so that leaving meanwhile finds it.
-        place.own.setdefault(key, value)
+        place.own[key] = value
         try:
             await place.publish([key])
         except BaseException as error:
-            if not known:
-                place.own.pop(key, None)
+            place.own.pop(key, None)
+            if previous is not None:
+                place.own[key] = previous
             if isinstance(error, OSError):
                 raise place.failure("register", error) from error
             raise
         if self._left:
-            raise RuntimeClosed("this runtime has left discovery: make a new runtime")
+            raise RuntimeClosed(LEFT)
 
     async def _unregister(self, bucket: str, key: str) -> None:
         place = self._open(bucket)

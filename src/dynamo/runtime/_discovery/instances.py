@@ -186,17 +186,18 @@ class InstanceSet:
     """
 
     def __init__(self, name: EndpointName) -> None:
+        # First what the finalizer needs.
+        self._watch: Watch | None = None
+        self._suspects: dict[int, asyncio.Task[None]] = {}
+        self._loop = asyncio.get_running_loop()
         self.name = name
         self.generation = 0
         """Grows with every batch of changes that was applied."""
         self.closed = False
-        self._loop = asyncio.get_running_loop()
-        self._watch: Watch | None = None
         self._known: dict[Identity, EndpointRecord] = {}
         self._by_id: dict[int, EndpointRecord] = {}
         self._records: tuple[EndpointRecord, ...] = ()
         self._usable: tuple[EndpointRecord, ...] | None = ()
-        self._suspects: dict[int, asyncio.Task[None]] = {}
         self._unreadable: set[str] = set()
         self._subscribers: dict[object, Callable[[], None]] = {}
         self._removals: dict[int, dict[object, Callable[[], None]]] = {}

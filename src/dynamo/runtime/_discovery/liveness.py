@@ -25,6 +25,13 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger("dynamo.runtime.discovery")
 
+STOPPED = "discovery was shut down with its runtime: make a new runtime"
+LEFT = "this runtime has left discovery: make a new runtime"
+FORKED = (
+    "this runtime belongs to the parent process and cannot be used after a fork: make "
+    "a new runtime in the child"
+)
+
 _WIND_UP_S = 5.0
 
 
@@ -92,16 +99,16 @@ class Liveness:
         except asyncio.CancelledError:
             # The stop cancels what still runs; to its caller that is no cancellation.
             if self._stopping:
-                raise RuntimeClosed(_STOPPED) from None
+                raise RuntimeClosed(STOPPED) from None
             raise
 
     def _refuse_fork(self) -> None:
         if self.forked:
-            raise RuntimeClosed(_FORKED)
+            raise RuntimeClosed(FORKED)
 
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._stopping:
-            raise RuntimeClosed(_STOPPED)
+            raise RuntimeClosed(STOPPED)
         if self._loop is None:
             self._loop = self._start()
         return self._loop
@@ -127,13 +134,6 @@ class Liveness:
             finally:
                 loop.close()
                 self.ended.set_result(None)
-
-
-_STOPPED = "discovery was shut down with its runtime: make a new runtime"
-_FORKED = (
-    "this runtime belongs to the parent process and cannot be used after a fork: make "
-    "a new runtime in the child"
-)
 
 
 async def _repeat(interval_s: float, job: Callable[[], Awaitable[None]]) -> None:

@@ -7,11 +7,13 @@ the genuine ``mem``: two runtimes of one process do not see each other.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import threading
 from typing import TYPE_CHECKING, Final
 
 from dynamo.runtime._discovery import KeyChange
+from dynamo.runtime._discovery.liveness import FORKED, LEFT, STOPPED
 from dynamo.runtime._discovery.watching import LoopWatch, Prefix
 from dynamo.runtime.errors import RuntimeClosed
 
@@ -88,6 +90,7 @@ class MemoryBackend:
             secrets.randbits(64) if connection_id is None else connection_id
         )
         self._store = MemoryStore() if store is None else store
+        self._pid = os.getpid()
         self._own: dict[tuple[str, str], None] = {}
         self._watches: list[LoopWatch] = []
         self._left = False
@@ -96,7 +99,7 @@ class MemoryBackend:
     async def register(self, bucket: str, key: str, value: bytes) -> None:
         self._check_open()
         if self._left:
-            raise RuntimeClosed("this runtime has left discovery: make a new runtime")
+            raise RuntimeClosed(LEFT)
         self._own[bucket, key] = None
         self._store.create(bucket, key, value)
 
@@ -132,12 +135,18 @@ class MemoryBackend:
             watch.close()
 
     def leave(self, timeout_s: float) -> None:
+        if self._forked():
+            return
         self._left = True
         own, self._own = self._own, {}
         self._store.delete(list(own), timeout_s)
 
     def _check_open(self) -> None:
+        if self._forked():
+            raise RuntimeClosed(FORKED)
         if self._closed:
-            raise RuntimeClosed(
-                "discovery was shut down with its runtime: make a new runtime"
-            )
+            raise RuntimeClosed(STOPPED)
+
+    def _forked(self) -> bool:
+        # Asked before the store's lock, which a child may have inherited locked.
+        return os.getpid() != self._pid
