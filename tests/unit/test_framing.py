@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.runtime._wire.framing import FrameReader, override
+from dynamo.runtime._sealed import override
+from dynamo.runtime._wire.framing import FrameReader
 from dynamo.runtime.errors import RemoteProtocolError
 
 

@@ -115,7 +115,7 @@ class _Chooser:
         self.withdrawn = _Avoided(home.loop.time)
         self.overloaded = _Avoided(home.loop.time)
         self._rotation = RoundRobin()
-        self._random = random.Random()  # noqa: S311 - no secrets here
+        self._random = random.Random()
 
     def routable(self) -> list[EndpointRecord]:
         """Listed, answering as far as we know, and not withdrawn."""
@@ -194,7 +194,9 @@ class _Chooser:
 
         return choose
 
-    def selection(self, choose: Callable[[frozenset[int]], EndpointRecord], *, fixed: bool = False) -> Selection:
+    def selection(
+        self, choose: Callable[[frozenset[int]], EndpointRecord], *, fixed: bool = False
+    ) -> Selection:
         return Selection(
             choose,
             self.home.instances,

@@ -222,9 +222,11 @@ def from_env(
     """
     read = _Reader(env)
     embedded = discovery_backend is None
+    # Nobody on another host can find the instances of these.
+    local = embedded or discovery_backend == "mem"
 
     def default_host() -> str:
-        return _LOOPBACK if embedded else _routable_address()
+        return _LOOPBACK if local else _routable_address()
 
     running, waiting = _admission(read)
     return RuntimeConfig(

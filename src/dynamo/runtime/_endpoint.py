@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import json
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from dynamo.runtime._calls.handlers import Handler

@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 from dynamo.runtime import _signals
 from dynamo.runtime._calls.ingress import Admission
@@ -26,7 +26,6 @@ from dynamo.runtime._config import (
     chosen_backend,
     from_env,
 )
-from dynamo.runtime._discovery import DiscoveryBackend
 from dynamo.runtime._discovery.instances import InstanceSet
 from dynamo.runtime._endpoint import Endpoint, ServedEndpoint
 from dynamo.runtime._observability.metrics import MetricsCallbacks
@@ -36,6 +35,9 @@ from dynamo.runtime._transports.connection import spawn
 from dynamo.runtime._transports.tcp_server import RequestServer, SharedServers
 from dynamo.runtime._wire.records import EndpointName, parse_endpoint_path
 from dynamo.runtime.errors import RuntimeClosed
+
+if TYPE_CHECKING:
+    from dynamo.runtime._discovery import DiscoveryBackend
 
 _log = logging.getLogger("dynamo.runtime")
 
@@ -391,7 +393,8 @@ class DistributedRuntime(Sealed):
         self._routes = {}
         if config.status_port is not None:
             _log.warning(
-                "DYN_SYSTEM_PORT=%d: this version has no status server", config.status_port
+                "DYN_SYSTEM_PORT=%d: this version has no status server",
+                config.status_port,
             )
 
     @classmethod

@@ -14,8 +14,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 Restore = Callable[[], None]
 

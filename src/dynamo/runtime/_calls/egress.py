@@ -277,9 +277,7 @@ class OutgoingCall:
                 )
             )
             return
-        self._finish(
-            StreamBroken(f"Unavailable: {text}", instance_id=self.instance_id)
-        )
+        self._finish(StreamBroken(f"Unavailable: {text}", instance_id=self.instance_id))
 
     def _finish(self, error: Exception | None) -> None:
         """The stream is over; what was received can still be read."""

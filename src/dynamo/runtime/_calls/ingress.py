@@ -13,7 +13,6 @@ Knows no lane's bytes; answers through a `ReplyStream`.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -39,6 +38,8 @@ from dynamo.runtime._wire.payload import decode_value
 from dynamo.runtime.errors import CallError, RemoteProtocolError
 
 if TYPE_CHECKING:
+    import contextvars
+
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._transports import (
         IncomingCall,
@@ -465,7 +466,7 @@ class _Run:
             )
         try:
             await aclose()
-        except Exception:
+        except Exception:  # noqa: BLE001 - the user's cleanup may raise anything
             _log.exception(
                 "handler %s of %s failed while it was being closed",
                 self._endpoint.handler.name,

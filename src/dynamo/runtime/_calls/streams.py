@@ -28,7 +28,9 @@ _FULL_BYTES = 1024 * 1024
 _LOW_ITEMS = 16
 
 
-def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
+def on_loop(
+    loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object
+) -> None:
     """Run a quick call on ``loop``: now if that is where we are, else soon.
 
     A loop that was closed takes no calls; whatever it served has ended with it.
@@ -92,6 +94,7 @@ class Annotated(Sealed):
         """Always False: an error is raised by the stream, never delivered."""
         return False
 
+    @override
     def __repr__(self) -> str:
         if not self._has_data:
             data = "<no_data>"
@@ -117,7 +120,7 @@ class _Step(asyncio.Future[Any]):
     reference to it.
     """
 
-    _inbox: Inbox
+    inbox: Inbox
     stream: object = None
 
     @override
@@ -131,7 +134,7 @@ class _Step(asyncio.Future[Any]):
             return (yield from super().__await__())
         except asyncio.CancelledError:
             if self.done() and not self.cancelled():
-                self._inbox.take_back(self)
+                self.inbox.take_back(self)
             raise
 
     __iter__ = __await__
@@ -222,7 +225,7 @@ class Inbox:
         if self._ended:
             return _fail(loop.create_future(), self._next_end())
         waiter = _Step(loop=loop)
-        waiter._inbox = self
+        waiter.inbox = self
         while self._waiters and self._waiters[-1].done():
             # A reader that gave up, perhaps the same one many times in a row.
             self._waiters.pop()
@@ -232,7 +235,11 @@ class Inbox:
     def _made_room(self) -> None:
         if not self._items:
             self._bytes = 0
-        if self._full and len(self._items) <= _LOW_ITEMS and not self._bytes >= _FULL_BYTES:
+        if (
+            self._full
+            and len(self._items) <= _LOW_ITEMS
+            and not self._bytes >= _FULL_BYTES
+        ):
             self._full = False
             self._on_full(False)
 

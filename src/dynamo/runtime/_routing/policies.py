@@ -7,7 +7,9 @@ Pure: instances come as a tuple sorted by id, loads as a mapping, chance as a fu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, Protocol, TypeVar, final
+from typing import ClassVar, Protocol, TypeVar, final
+
+from dynamo.runtime._sealed import Unconstructible, override
 
 Below = Callable[[int], int]
 
@@ -26,7 +28,7 @@ C = TypeVar("C", bound=Candidate)
 
 
 @final
-class RouterMode:
+class RouterMode(Unconstructible):
     """How a client chooses among instances; given to `Endpoint.client`.
 
     Members: ``RoundRobin`` 0, ``Random`` 1, ``PowerOfTwoChoices`` 2, ``KV`` 3,
@@ -41,33 +43,36 @@ class RouterMode:
     __slots__ = ("_name", "_number")
     __hash__ = None  # type: ignore[assignment]
 
-    RoundRobin: RouterMode
-    Random: RouterMode
-    PowerOfTwoChoices: RouterMode
-    KV: RouterMode
-    Direct: RouterMode
-    LeastLoaded: RouterMode
-    DeviceAwareWeighted: RouterMode
+    RoundRobin: ClassVar[RouterMode]
+    Random: ClassVar[RouterMode]
+    PowerOfTwoChoices: ClassVar[RouterMode]
+    KV: ClassVar[RouterMode]
+    Direct: ClassVar[RouterMode]
+    LeastLoaded: ClassVar[RouterMode]
+    DeviceAwareWeighted: ClassVar[RouterMode]
 
-    def __new__(cls) -> NoReturn:
-        raise TypeError("RouterMode has no constructor: use a member such as .Random")
+    _name: str
+    _number: int
+
+    @classmethod
+    def _make(cls, name: str, number: int) -> RouterMode:
+        self = cls.__new__(cls)
+        self._name = name
+        self._number = number
+        return self
 
     def __int__(self) -> int:
         return self._number
 
+    @override
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RouterMode):
             return self._number == other._number
         return isinstance(other, int) and self._number == other
 
+    @override
     def __repr__(self) -> str:
         return f"RouterMode.{self._name}"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("cannot pickle 'RouterMode' object")
-
-    _name: str
-    _number: int
 
 
 for _number, _name in enumerate(
@@ -81,10 +86,7 @@ for _number, _name in enumerate(
         "DeviceAwareWeighted",
     )
 ):
-    _member = object.__new__(RouterMode)
-    _member._number = _number
-    _member._name = _name
-    setattr(RouterMode, _name, _member)
+    setattr(RouterMode, _name, RouterMode._make(_name, _number))
 
 
 class RoundRobin:
@@ -108,9 +110,7 @@ def choose_random(free: Sequence[C], below: Below) -> C:
     return free[below(len(free))]
 
 
-def choose_power_of_two(
-    free: Sequence[C], load: Mapping[int, int], below: Below
-) -> C:
+def choose_power_of_two(free: Sequence[C], load: Mapping[int, int], below: Below) -> C:
     """The less loaded of two different members; a tie goes to the first drawn."""
     if len(free) == 1:
         return free[0]
@@ -123,9 +123,7 @@ def choose_power_of_two(
     return one
 
 
-def choose_least_loaded(
-    free: Sequence[C], load: Mapping[int, int], below: Below
-) -> C:
+def choose_least_loaded(free: Sequence[C], load: Mapping[int, int], below: Below) -> C:
     """Fewest calls in flight; ties are broken uniformly at random."""
     least = min(load.get(one.instance_id, 0) for one in free)
     ties = [one for one in free if load.get(one.instance_id, 0) == least]

@@ -18,13 +18,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dynamo.runtime._config import advertised_host
+from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import (
     Connection,
     connect,
     listen,
     spawn,
 )
-from dynamo.runtime._sealed import override
 from dynamo.runtime._wire.callhome import (
     KILL,
     STOP,

@@ -6,14 +6,13 @@ reports what the client sends there.  Knows nothing of handlers.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from dynamo.runtime._sealed import override
 from dynamo.runtime._transports import IncomingRequest
 from dynamo.runtime._transports.connection import Connection, connect
-from dynamo.runtime._sealed import override
 from dynamo.runtime._wire.callhome import (
     PROBE,
     SENTINEL,
@@ -37,6 +36,8 @@ from dynamo.runtime._wire.two_part import TwoPartReader
 from dynamo.runtime.errors import ConnectionFailed
 
 if TYPE_CHECKING:
+    import asyncio
+
     from dynamo.runtime._transports import InputEvents, ReplyEvents
     from dynamo.runtime._wire.faults import ErrorObject
 
@@ -100,16 +101,17 @@ class CallhomeCall:
             self._connect_timeout_s,
         )
 
-
     async def open_input(self, events: InputEvents) -> InputConnection:
-        where = self._control and self._control.request_stream
-        if self._control is None or where is None:
-            raise ConnectionFailed("the request does not say where its input comes from")
-        host, port = split_host_port(where.address)
-        codec = self._control.codec
+        control = self._control
+        if control is None or control.request_stream is None:
+            raise ConnectionFailed(
+                "the request does not say where its input comes from"
+            )
+        host, port = split_host_port(control.request_stream.address)
+        subject, codec = control.request_stream.subject, control.codec
         return await connect(
             self._loop,
-            lambda: InputConnection(self._loop, where.subject, codec, events),
+            lambda: InputConnection(self._loop, subject, codec, events),
             host,
             port,
             self._connect_timeout_s,

@@ -6,14 +6,13 @@ nothing about a request: whoever serves the path answers with the text of the ac
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import weakref
 from collections.abc import Callable
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from dynamo.runtime._transports.connection import Connection, listen
 from dynamo.runtime._sealed import override
+from dynamo.runtime._transports.connection import Connection, listen
 from dynamo.runtime._wire.callhome import (
     INVALID_PATH_TEXT,
     RequestReader,
@@ -23,6 +22,9 @@ from dynamo.runtime._wire.callhome import (
     too_large_text,
     unknown_endpoint_text,
 )
+
+if TYPE_CHECKING:
+    import asyncio
 
 _log = logging.getLogger("dynamo.runtime.server")
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynamo.runtime._wire.faults import ErrorObject, is_of_known_form, settled
 from dynamo.runtime._sealed import override
+from dynamo.runtime._wire.faults import ErrorObject, is_of_known_form, settled
 from dynamo.runtime._wire.framing import FrameReader
 from dynamo.runtime._wire.payload import UNREADABLE, AnnotatedItem, decode_value
 from dynamo.runtime._wire.two_part import (
