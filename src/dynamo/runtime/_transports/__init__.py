@@ -27,18 +27,44 @@ class CallRequest(msgspec.Struct, kw_only=True):
     """One call as every lane carries it.
 
     ``packed`` is ``value`` in MessagePack, which nearly every instance takes; the value
-    itself is there for the others.
+    itself is there for the others.  With streamed input ``packed`` is None.
     """
 
     call_id: str
     value: object
-    packed: bytes
+    packed: bytes | None
     metadata: dict[str, str]
     trace: TraceContext | None = None
 
 
+class InputSink(Protocol):
+    """Where the client's side sends streamed input."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether the worker is behind and the source should wait."""
+
+    def send(self, body: bytes) -> None:
+        """One encoded value."""
+
+    def end(self) -> None:
+        """No more values; no cancellation."""
+
+
 class CallEvents(Protocol):
-    """What the client's side of a call is told, in this order."""
+    """What the client's side of a call is told, in this order.
+
+    The input events may come at any time before the last event.
+    """
+
+    def on_input_wanted(self, sink: InputSink, codec: str) -> None:
+        """The worker takes streamed input, encoded like this."""
+
+    def on_input_room(self) -> None:
+        """A sink that was ``paused`` takes values again."""
+
+    def on_input_unwanted(self) -> None:
+        """The worker takes no more input; the call goes on."""
 
     def on_reached(self) -> None:
         """The worker has taken the call and can be told to stop it."""
