@@ -39,7 +39,7 @@ class Counter:
 
 async def by_leaving(client: Client) -> None:
     """Leaving ``async with`` closes the stream; so does ``await stream.aclose()``."""
-    stream = await client.random("by leaving", annotated=False, timeout=10)
+    stream = await client.random("by leaving", annotated=False)
     async with stream:
         async for number in stream:
             if number == 3:
@@ -55,14 +55,19 @@ async def by_context(client: Client) -> None:
             context.stop_generating()
 
 
-async def by_deadline(client: Client) -> None:
-    """A time limit in seconds, for the whole call; the worker knows it too."""
-    try:
-        stream = await client.random("by deadline", annotated=False, timeout=0.2)
+async def read_for_ever(client: Client) -> None:
+    """Read to the end; whatever interrupts this closes the stream on the way out."""
+    async with await client.random("by time limit", annotated=False) as stream:
         async for _ in stream:
             pass
-    except TimeoutError:  # the built-in, also on Python 3.10
-        print("the caller got a TimeoutError")
+
+
+async def by_time_limit(client: Client) -> None:
+    """Cancelling who reads, as ``wait_for`` does when the time is over."""
+    try:
+        await asyncio.wait_for(read_for_ever(client), 0.2)
+    except asyncio.TimeoutError:  # before Python 3.11 not the built-in TimeoutError
+        print("the caller had a time limit")
 
 
 @dynamo_worker()
@@ -73,7 +78,7 @@ async def main(runtime: DistributedRuntime) -> None:
     serving = endpoint.serve_endpoint(counter.count)
     client = await endpoint.client()
     await client.wait_for_instances(timeout=10)
-    for call_and_stop in (by_leaving, by_context, by_deadline):
+    for call_and_stop in (by_leaving, by_context, by_time_limit):
         await call_and_stop(client)
         await counter.report()
     runtime.shutdown()

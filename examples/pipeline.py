@@ -1,7 +1,7 @@
 """Two stages: a front end that calls a back end, item by item.
 
-The front end passes its own context on, and with it the request id, the metadata and
-the deadline; when the caller stops the first call, the second one stops too.
+The front end passes its own context on, and with it the request id and the
+metadata; when the caller stops the first call, the second one stops too.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ async def main(runtime: DistributedRuntime) -> None:
         await each.wait_for_instances(timeout=10)
 
     context = Context("request-1", {"user": "ada"})
-    stream = await client.random(
-        {"count": 3}, annotated=False, context=context, timeout=10
-    )
+    stream = await client.random({"count": 3}, annotated=False, context=context)
     async for word in stream:
         print("client:", word)
 

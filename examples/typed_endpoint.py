@@ -47,12 +47,12 @@ async def main(runtime: DistributedRuntime) -> None:
     await client.wait_for_instances(timeout=10)
 
     order = {"dish": "soup", "portions": 2}
-    async for item in await client.random(order, annotated=False, timeout=10):
+    async for item in await client.random(order, annotated=False):
         plate = Plate.model_validate(item)  # over the wire it is a dict again
         print(f"plate {plate.number}: {plate.dish}")
 
     try:
-        stream = await client.random({"dish": "soup", "portions": 9}, timeout=10)
+        stream = await client.random({"dish": "soup", "portions": 9})
         async for _ in stream:
             raise AssertionError("nine portions must be refused")
     except RemoteError as error:

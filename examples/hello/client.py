@@ -28,7 +28,7 @@ async def main(runtime: DistributedRuntime) -> None:
         # The call is accepted when this returns; the items come while we iterate.
         # With annotated=True (the default) each item would be an envelope that can
         # also carry an event name, comments and an id.
-        stream = await client.round_robin({"name": name}, annotated=False, timeout=10)
+        stream = await client.round_robin({"name": name}, annotated=False)
         words = [word async for word in stream]
         print("client:", *words, flush=True)
 

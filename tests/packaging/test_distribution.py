@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("src", "tests", "examples", "docs", ".ci")
+NOT_OURS = {"__pycache__", "_build"}
+TOP_FILES = {
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "constraints.txt",
+    "pyproject.toml",
+    "run-example",
+    "run-tests",
+}
+
+
+def build(source: Path, into: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", str(into)],
+        cwd=source,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """What is in a wheel; RECORD, the list of it, follows from the rest."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/RECORD")]
+        return {name: archive.read(name) for name in names}
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
+    build(ROOT, folder)
     return folder
 
 
@@ -39,10 +61,19 @@ def wheel_names(wheel: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def sdist_names(built: Path) -> set[str]:
+def unpacked(built: Path) -> Path:
+    """The folder of the sdist's tree."""
     (path,) = built.glob("*.tar.gz")
-    with tarfile.open(path) as archive:
-        return {name.partition("/")[2] for name in archive.getnames()}
+    # In another process: which arguments avoid a warning depends on the version.
+    unpack = [sys.executable, "-m", "tarfile", "-e", str(path), str(built)]
+    subprocess.run(unpack, check=True, capture_output=True, timeout=60)
+    return path.with_name(path.name.removesuffix(".tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def sdist_names(unpacked: Path) -> set[str]:
+    files = [path for path in unpacked.rglob("*") if path.is_file()]
+    return {path.relative_to(unpacked).as_posix() for path in files}
 
 
 def test_wheel_is_for_every_platform(wheel: Path):
@@ -92,11 +123,27 @@ def test_wheel_imports_by_itself(wheel: Path, tmp_path: Path):
     assert Path(done.stdout.strip()).is_relative_to(tmp_path)
 
 
-def test_sdist_has_what_a_packager_needs(sdist_names: set[str]):
-    wanted = {"pyproject.toml", "README.md", "LICENSE", "Makefile", "run-tests"}
-    assert wanted | {"tests/conftest.py", "src/dynamo/runtime/errors.py"} <= sdist_names
+def test_sdist_has_every_file_of_the_project(sdist_names: set[str]):
+    ours = {
+        path.relative_to(ROOT).as_posix()
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and not NOT_OURS.intersection(path.parts)
+    }
+    assert {name for name in sdist_names if "/" in name} == ours
+    top = {name for name in sdist_names if "/" not in name}
+    assert top - {".gitignore", "PKG-INFO"} == TOP_FILES
 
 
-def test_sdist_has_no_stray_folders(sdist_names: set[str]):
-    tops = {name.partition("/")[0] for name in sdist_names if "/" in name}
-    assert tops <= {"src", "tests", "examples", "docs", ".ci"}
+def test_sdist_keeps_the_commands_of_the_readme_executable(unpacked: Path):
+    for name in ("run-example", "run-tests", ".ci/run", ".ci/setup"):
+        assert os.access(unpacked / name, os.X_OK), name
+
+
+def test_wheel_built_from_the_sdist_is_the_same(
+    wheel: Path, unpacked: Path, tmp_path: Path
+):
+    build(unpacked, tmp_path)
+    (again,) = tmp_path.glob("*.whl")
+    assert again.name == wheel.name
+    assert contents(again) == contents(wheel)

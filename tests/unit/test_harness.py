@@ -1,4 +1,4 @@
-"""The guards of conftest.py: each must catch what it is there for."""
+"""The guards of conftest.py and conformance.py: each must catch what it is there for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import conformance
 import pytest
 from blockbuster import BlockingError
 
@@ -137,3 +138,42 @@ def test_expected_failure_is_no_skip(outputs: dict[str, str], word: str):
 
 def test_variables_that_steer_the_runtime_are_removed(outputs: dict[str, str]):
     assert "PASSED test_environment.py::test_it" in outputs["allowed"]
+
+
+# ---------------------------------------------------------------------- conformance
+
+KNOWN_CASE, KNOWN_LINES = next(iter(conformance.KNOWN.items()))
+
+
+def judge(name: str, *details: str) -> list[str]:
+    """The words for a run of one failed case and a passed one after it."""
+    output = [f"FAIL  0.01s {name}\n", *(f"      {one}\n" for one in details)]
+    output += ["ok    0.02s errors.words\n", "1 passed, 1 failed in 1 s\n"]
+    return [one.word for one in conformance.results(output)]
+
+
+def test_malformed_expectation_is_known_where_it_differs_as_it_must():
+    assert judge(KNOWN_CASE, *KNOWN_LINES) == ["", "known", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("name", "details"),
+    [
+        (KNOWN_CASE, KNOWN_LINES[:-1]),
+        (KNOWN_CASE, (*KNOWN_LINES, "$[2]: unexpected 1")),
+        (KNOWN_CASE, ()),
+        ("responses.another", KNOWN_LINES),
+    ],
+)
+def test_any_other_difference_is_a_failure(name: str, details: tuple[str, ...]):
+    assert judge(name, *details) == ["", "FAIL", "ok"]
+
+
+def test_the_runner_of_the_conformance_suite_must_come_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    program = "print('ok    0.01s errors.words'); raise SystemExit(3)"
+    (tmp_path / "runner.py").write_text(program)
+    monkeypatch.setattr(conformance, "SUITE", tmp_path)
+    counts = conformance.total(conformance.run_pair("ours", "ours"))
+    assert counts == {"passed": 1, "failed": 1}

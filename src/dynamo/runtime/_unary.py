@@ -16,9 +16,9 @@ __all__ = ["UnaryClient", "serve_unary_endpoint"]
 
 
 class _CanCall(Protocol):
-    async def round_robin(
+    def round_robin(
         self, request: Any, *, annotated: bool, context: Context | None
-    ) -> AsyncIterator[Any]: ...
+    ) -> Awaitable[AsyncIterator[Any]]: ...
 
 
 class _CanServe(Protocol):
