@@ -32,16 +32,27 @@ _LOW_ITEMS = 16
 def on_loop(
     loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object
 ) -> None:
-    """Run a quick call on ``loop``: now if that is where we are, else soon.
+    """Run a quick call on ``loop``: now if that is where we are, else soon."""
+    if _running_loop() is loop:
+        call(*args)
+    else:
+        soon_on_loop(loop, call, *args)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def soon_on_loop(
+    loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object
+) -> None:
+    """Run a quick call in a later turn of ``loop``.
 
     A loop that was closed takes no calls; whatever it served has ended with it.
     """
-    try:
-        if asyncio.get_running_loop() is loop:
-            call(*args)
-            return
-    except RuntimeError:
-        pass
     try:
         loop.call_soon_threadsafe(call, *args)
     except RuntimeError:
