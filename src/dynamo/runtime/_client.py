@@ -88,6 +88,7 @@ class _Avoided:
         self._until: dict[int, tuple[float, EndpointRecord]] = {}
 
     def add(self, record: EndpointRecord | None, duration_s: float) -> None:
+        self._forget_expired()
         if record is not None and duration_s > 0:
             self._until[record.instance_id] = (self._now() + duration_s, record)
 
@@ -102,9 +103,19 @@ class _Avoided:
 
     def next_end_s(self) -> float | None:
         """Seconds until the first of them is back, or None if there is none."""
+        self._forget_expired()
         if not self._until:
             return None
         return min(until for until, _ in self._until.values()) - self._now()
+
+    def _forget_expired(self) -> None:
+        """Also of instances that left: nobody will ask for them again."""
+        now = self._now()
+        self._until = {
+            number: avoided
+            for number, avoided in self._until.items()
+            if avoided[0] > now
+        }
 
 
 class _Chooser:
@@ -137,6 +148,7 @@ class _Chooser:
             raise Overloaded(
                 "CapacityExhausted: All workers are busy, please retry later",
                 phase="choose",
+                attempts=0,
                 retry_after=self.overloaded.next_end_s(),
             )
         raise self._nobody()
@@ -154,6 +166,7 @@ class _Chooser:
             )
         return NoInstances(
             f"Unavailable: No workers available for endpoint {instances.name}{detail}",
+            attempts=0,
             facts={
                 "listed": len(listed),
                 "withdrawn": withdrawn,
@@ -188,6 +201,7 @@ class _Chooser:
                 raise InstanceNotFound(
                     f"Unavailable: instance_id={instance_id} not found for endpoint "
                     f"{self.home.instances.name}",
+                    attempts=0,
                     instance_id=instance_id,
                 )
             return record
@@ -215,12 +229,16 @@ class _Chooser:
 
     async def wait_at_most(self, timeout_s: float | None) -> list[int]:
         """The routable ids, or an error that says who is there but cannot be called."""
+        routable = self.routable()
+        if routable:
+            # Before any limit, so that 0 asks who is there now.
+            return [one.instance_id for one in routable]
         try:
             return await asyncio.wait_for(self.wait(), timeout_s)
         except asyncio.TimeoutError:
             nobody = self._nobody()
             raise NoInstancesInTime(
-                f"{nobody}: waited {timeout_s:g} s", facts=nobody.facts
+                f"{nobody}: waited {timeout_s:g} s", attempts=0, facts=nobody.facts
             ) from None
 
     async def wait(self) -> list[int]:

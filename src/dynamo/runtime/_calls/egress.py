@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dynamo.runtime._calls.streams import Annotated, Inbox, on_loop
+from dynamo.runtime._calls.streams import Annotated, Inbox, on_loop, soon_on_loop
 from dynamo.runtime._wire.faults import exception_of_error, inhibits
 from dynamo.runtime.errors import (
     CallError,
@@ -42,6 +42,8 @@ _log = logging.getLogger("dynamo.runtime.egress")
 
 # A stopped worker closes the stream at once; one that does not is not waited for.
 _STOP_LIMIT_S = 5.0
+# A worker that drains leaves discovery before it takes its last calls.
+_LEFT_LIMIT_S = 1.0
 
 Choose = Callable[[frozenset[int]], "EndpointRecord"]
 """Picks an instance that is not among those already tried, or raises CallError."""
@@ -116,7 +118,10 @@ class OutgoingCall:
         self._handle: CallHandle | None = None
         self._record: EndpointRecord | None = None
         self._established: asyncio.Future[None] | None = None
-        self._stop_watching: Callable[[], None] | None = None
+        self._opening: asyncio.Task[Any] | None = None
+        self._interrupted = False
+        self._forget_removal: Callable[[], None] | None = None
+        self._attempts = 0
         self._readers: set[asyncio.Task[Any]] = set()
         self._counted: int | None = None
         self._stop_timer: asyncio.TimerHandle | None = None
@@ -159,19 +164,20 @@ class OutgoingCall:
                 # Those that are left were tried: the first hand account says more.
                 raise failure from failure.__cause__
             tried.add(record.instance_id)
+            self._attempts = len(tried)
             try:
                 await self._attempt(record)
             except CallError as error:
-                self._note(error, record, len(tried))
+                self._note(error, record)
                 if not error.retryable or self._selection.fixed:
                     raise
                 failure = error
             else:
                 return
 
-    def _note(self, error: CallError, record: EndpointRecord, attempts: int) -> None:
+    def _note(self, error: CallError, record: EndpointRecord) -> None:
         error.instance_id = record.instance_id
-        error.attempts = attempts
+        error.attempts = self._attempts
         if isinstance(error, ConnectionFailed):
             self._selection.withdraw(record.instance_id)
             self._selection.instances.suspect(record.instance_id, self._lane.probe)
@@ -183,14 +189,13 @@ class OutgoingCall:
         self._record = record
         self._count(record.instance_id)
         established = self._established = self._loop.create_future()
-        forget = self._selection.instances.watch_removal(
-            record.instance_id, self._on_removed
-        )
         try:
-            self._handle = await self._lane.open(record, self._request, self)
-            if self._stopped:
-                self._handle.stop()
-            await established
+            self._handle = await self._open(record)
+            if self._handle is not None:
+                self._forget_removal = self._selection.instances.watch_removal(
+                    record.instance_id, self._on_removed
+                )
+                await established
         except BaseException:
             if self._handle is not None:
                 self._handle.kill()
@@ -198,10 +203,33 @@ class OutgoingCall:
             self._count(None)
             raise
         finally:
-            forget()
+            self._watch_no_more()
             self._established = None
             if established.done() and not established.cancelled():
                 established.exception()
+
+    async def _open(self, record: EndpointRecord) -> CallHandle | None:
+        """Send the request; None if the call was stopped before it went out."""
+        self._opening = asyncio.current_task()
+        try:
+            return await self._lane.open(record, self._request, self)
+        except asyncio.CancelledError:
+            if not self._interrupted or _others_cancelled(self._opening):
+                raise
+            return None
+        finally:
+            self._opening = None
+
+    def _interrupt(self) -> None:
+        """Do not wait for a connection that nobody needs any more."""
+        if self._opening is not None and not self._interrupted:
+            self._interrupted = True
+            self._opening.cancel()
+
+    def _watch_no_more(self) -> None:
+        forget, self._forget_removal = self._forget_removal, None
+        if forget is not None:
+            forget()
 
     def _count(self, instance_id: int | None) -> None:
         """Count the call for this instance and no other."""
@@ -222,8 +250,11 @@ class OutgoingCall:
             established.set_exception(error)
 
     def _on_removed(self) -> None:
-        if self._handle is not None:
-            self._handle.kill()
+        """The instance left discovery with our request; it may still take it."""
+        timer = self._loop.call_later(_LEFT_LIMIT_S, self._not_taken)
+        self._forget_removal = timer.cancel
+
+    def _not_taken(self) -> None:
         self._settle(
             WorkerLost(
                 "Unavailable: Worker disconnected before response stream was "
@@ -235,7 +266,8 @@ class OutgoingCall:
     # CallEvents: what the lane reports.
 
     def on_reached(self) -> None:
-        """Nothing waits for this alone."""
+        # From here on the connection tells more than discovery.
+        self._watch_no_more()
 
     def on_started(self) -> None:
         self._streaming = True
@@ -281,6 +313,8 @@ class OutgoingCall:
 
     def _finish(self, error: Exception | None) -> None:
         """The stream is over; what was received can still be read."""
+        if isinstance(error, CallError):
+            error.attempts = self._attempts
         self._over = True
         self._inbox.end(error)
         self._settle(None)
@@ -312,6 +346,7 @@ class OutgoingCall:
         if self._streaming:
             self._stop_timer = self._loop.call_later(_STOP_LIMIT_S, self._give_up)
         else:
+            self._interrupt()
             # No stream yet, and none needed: the caller gets an empty one, and the lane
             # alone sees to it that the worker hears of the stop.
             self._finish(None)
@@ -332,6 +367,7 @@ class OutgoingCall:
             return
         self._over = True
         self._stopped = True
+        self._interrupt()
         if self._handle is not None:
             self._handle.kill()
         self._inbox.end(None, discard=True)
@@ -339,9 +375,12 @@ class OutgoingCall:
         self._release()
 
     def dropped(self) -> None:
-        """The user's last reference went; any thread, perhaps after the loop closed."""
+        """The user's last reference went; any thread, perhaps after the loop closed.
+
+        Never cancels here and now: a finalizer may run in the middle of anything.
+        """
         if not self._over and os.getpid() == self._pid:
-            self.cancel()
+            soon_on_loop(self._loop, self._cancel)
 
     # Reading.
 
@@ -366,3 +405,10 @@ class OutgoingCall:
             self._handle.pause()
         else:
             self._handle.resume()
+
+
+def _others_cancelled(task: asyncio.Task[Any] | None) -> bool:
+    """Whether somebody else cancelled a task that we cancelled as well."""
+    # Up to Python 3.10 nobody counts.
+    uncancel: Callable[[], int] | None = getattr(task, "uncancel", None)
+    return uncancel is not None and uncancel() > 0

@@ -5,6 +5,7 @@ Looks at signatures once, when an endpoint is served; runs nothing by itself.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,11 @@ class _StepsOnly:
 
     def __anext__(self) -> Any:
         return self._source.__anext__()
+
+    async def aclose(self) -> None:
+        close: Callable[[], Any] | None = getattr(self._source, "aclose", None)
+        if close is not None:
+            await close()
 
 
 class Handler:
@@ -75,7 +81,7 @@ class Handler:
         if self._refusal is not None:
             return str(self._refusal)
         call: Callable[..., Any] = self.function
-        while hasattr(call, "func"):
+        while isinstance(call, functools.partial):
             call = call.func
         if not inspect.isroutine(call) and not inspect.isclass(call):
             call = type(call).__call__

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,8 @@ class Admission:
         # The genuine worker holds one more than its queue: the one next in turn.
         self._waiting_limit = waiting + 1
         self._running = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        # In order, and quick to leave from the middle.
+        self._waiting: OrderedDict[asyncio.Future[None], None] = OrderedDict()
         self._reserved = 0
 
     def reserve(self) -> bool:
@@ -82,7 +83,7 @@ class Admission:
         if not ran:
             return
         while self._waiting:
-            waiter = self._waiting.popleft()
+            waiter, _ = self._waiting.popitem(last=False)
             if not waiter.done():
                 waiter.set_result(None)
                 return
@@ -94,10 +95,11 @@ class Admission:
             self._running += 1
             return
         waiter = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiter)
+        self._waiting[waiter] = None
         try:
             await waiter
         except asyncio.CancelledError:
+            self._waiting.pop(waiter, None)
             if waiter.done() and not waiter.cancelled():
                 # The turn came in the same moment: pass it on.
                 self._reserved += 1
@@ -200,6 +202,7 @@ class _Run:
         self._writable: asyncio.Future[None] | None = None
         self._codec = "msgpack"
         self._ran = False
+        self._started = False
         # Nothing more is sent: complete, failed, refused, stopped or lost.
         self._over = False
 
@@ -220,11 +223,12 @@ class _Run:
             # Reached only when the task was cut off before it could end the stream.
             self._reply.drop()
         self._endpoint.ended(self)
-        if not task.cancelled() and task.exception() is not None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
             _log.error(
                 "request on %s ended in a bug of the runtime",
                 self._endpoint.path,
-                exc_info=task.exception(),
+                exc_info=error,
             )
 
     # ReplyEvents and InputEvents
@@ -265,12 +269,13 @@ class _Run:
 
     def _stop(self) -> None:
         self.on_input_end()
-        if self._over:
-            return
-        self._over = True
-        if self._reply is not None:
-            self._reply.drop()
-        self.on_writable()
+        if not self._over:
+            self._over = True
+            if self._reply is not None:
+                self._reply.drop()
+            self.on_writable()
+        if self._timer is not None:
+            return  # it is on its way out, with a limit
         if self._ran:
             self._timer = self._loop.call_later(_UNAWARE_GRACE_S, self._grace_over)
         elif self._task is not None:
@@ -364,7 +369,6 @@ class _Run:
             self._over = True
             _log.warning("and its sender cannot be told: %s", unreachable)
             return
-        reply.start()
         self._fail(reply, error_of_exception(ValueError(str(error))))
 
     async def _answer(
@@ -376,23 +380,20 @@ class _Run:
             argument = self._argument(request)
         except RemoteProtocolError as error:
             _log.warning("unreadable request on %s: %s", self._endpoint.path, error)
-            reply.start()
             self._fail(reply, error_of_exception(ValueError(str(error))))
             return
         handler = self._endpoint.handler
         try:
             iterator = handler.call(argument, context, ResponseSender._of(self))
         except ShapeError as error:
-            self._over = True
-            reply.refuse(*error_of_refusal(error.cause))
+            self._refuse(reply, error.cause)
             return
         except BaseException as error:  # noqa: BLE001 - whatever the user's code raises
-            reply.start()
             self._handler_failed(reply, error)
             return
         # The request may be large, and the handler may let go of it.
         del argument, request
-        reply.start()
+        self._start(reply)
         try:
             await self._stream(iterator, reply)
         finally:
@@ -473,7 +474,21 @@ class _Run:
                 self._endpoint.path,
             )
 
-    # Ending
+    # Starting and ending the answer
+
+    def _start(self, reply: ReplyStream) -> None:
+        """A function that pushes may begin before it has returned an iterator."""
+        if not self._started and not self._over:
+            self._started = True
+            reply.start()
+
+    def _refuse(self, reply: ReplyStream, cause: Exception) -> None:
+        text, error = error_of_refusal(cause)
+        if self._started:
+            self._fail(reply, error)
+        elif not self._over:
+            self._over = True
+            reply.refuse(text, error)
 
     def _handler_failed(self, reply: ReplyStream, error: BaseException) -> None:
         """Report what the handler raised; cancellation and exits also go on."""
@@ -490,11 +505,13 @@ class _Run:
 
     def _fail(self, reply: ReplyStream, error: ErrorObject) -> None:
         if not self._over:
+            self._start(reply)
             reply.item(encode_error(self._codec, error))
             self._finish(reply)
 
     def _finish(self, reply: ReplyStream) -> None:
         if not self._over:
+            self._start(reply)
             self._over = True
             reply.finish()
 
@@ -507,6 +524,7 @@ class _Run:
             body = encode_item(self._codec, value)
         except ItemError as error:
             raise ValueError(str(error)) from error
+        self._start(self._reply)
         self._reply.item(body)
 
     def push_end(self, message: str | None) -> None:

@@ -1,0 +1,526 @@
+"""Whom a client calls, whom it avoids and for how long, and what it says if nobody is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from memory_lane import NAME, MemoryLane, Opened, record
+
+from dynamo.runtime._calls.context import Context
+from dynamo.runtime._calls.streams import AsyncResponseStream
+from dynamo.runtime._client import Client, ClientHome, _Avoided
+from dynamo.runtime._discovery.instances import InstanceSet
+from dynamo.runtime._discovery.memory import MemoryBackend
+from dynamo.runtime._routing.policies import RouterMode
+from dynamo.runtime._wire.records import INSTANCES, encode_record
+from dynamo.runtime.errors import (
+    ConnectionFailed,
+    EngineShutdown,
+    InstanceNotFound,
+    NoInstances,
+    NoInstancesInTime,
+    Overloaded,
+    Refused,
+    RuntimeClosed,
+)
+
+LIMIT_S = 5.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Cluster:
+    """Instances of one endpoint, and clients of it with a clock that tests move."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.lane = MemoryLane()
+        self.backend = MemoryBackend()
+        self.clock = Clock()
+        self.streams: list[AsyncResponseStream] = []
+
+    async def open(self, inhibited_s: float = 5.0) -> None:
+        self.instances = await InstanceSet.open(self.backend, NAME)
+        self.home = ClientHome(
+            self.loop, self.lane, self.instances, inhibited_s, self._run
+        )
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+        return self.loop.create_task(work)
+
+    def client(self, mode: RouterMode = RouterMode.RoundRobin) -> Client:
+        made = Client._of(self.home, mode)
+        made._chooser.withdrawn = _Avoided(self.clock)
+        made._chooser.overloaded = _Avoided(self.clock)
+        return made
+
+    async def join(self, *numbers: int) -> None:
+        for number in numbers:
+            one = record(number)
+            await self.backend.register(INSTANCES, one.key, encode_record(one))
+        await asyncio.sleep(0)
+
+    async def leave(self, number: int) -> None:
+        await self.backend.unregister(INSTANCES, record(number).key)
+        await asyncio.sleep(0)
+
+    async def chosen(self, call: Callable[..., Any], count: int) -> list[int]:
+        """The instances of some calls made one after another, each to its end."""
+        numbers = []
+        for _ in range(count):
+            stream = await call(None)
+            numbers.append(stream.instance_id)
+            self.lane.opened[-1].events.on_ended()
+        return numbers
+
+    async def held(self, call: Callable[..., Any], count: int) -> list[int]:
+        """The same, with streams that stay open."""
+        for _ in range(count):
+            self.streams.append(await call(None))
+        return [stream.instance_id or 0 for stream in self.streams[-count:]]
+
+
+@pytest.fixture
+async def cluster():
+    made = Cluster()
+    await made.open()
+    yield made
+    for opened in made.lane.opened:
+        opened.events.on_ended()
+    made.instances.close()
+    await made.backend.aclose()
+
+
+# ------------------------------------------------------------------ rotation
+
+
+async def test_rotation_starts_at_the_lowest_id_for_each_client(cluster: Cluster):
+    await cluster.join(2**64 - 1, 7, 3)
+    for _ in range(2):
+        client = cluster.client()
+        assert await cluster.chosen(client.round_robin, 4) == [3, 7, 2**64 - 1, 3]
+
+
+async def test_rotation_goes_on_when_members_come_and_go(cluster: Cluster):
+    await cluster.join(1, 2, 3)
+    client = cluster.client()
+    assert await cluster.chosen(client.round_robin, 4) == [1, 2, 3, 1]
+    await cluster.leave(1)
+    assert await cluster.chosen(client.round_robin, 4) == [2, 3, 2, 3]
+    await cluster.join(1)
+    assert await cluster.chosen(client.round_robin, 4) == [3, 1, 2, 3]
+
+
+async def test_a_call_that_finds_nobody_does_not_move_the_rotation(cluster: Cluster):
+    client = cluster.client()
+    for _ in range(5):
+        with pytest.raises(NoInstances):
+            await client.round_robin(None)
+    await cluster.join(1, 2, 3)
+    assert await cluster.chosen(client.round_robin, 2) == [1, 2]
+
+
+async def test_calls_made_together_are_spread_evenly(cluster: Cluster):
+    await cluster.join(1, 2, 3)
+    client = cluster.client()
+    streams = await asyncio.gather(*(client.round_robin(None) for _ in range(30)))
+    assert Counter(one.instance_id for one in streams) == {1: 10, 2: 10, 3: 10}
+    cluster.streams += streams
+
+
+async def test_other_methods_do_not_move_the_rotation(cluster: Cluster):
+    await cluster.join(1, 2, 3)
+    client = cluster.client()
+    await cluster.chosen(client.random, 5)
+    assert await cluster.chosen(client.round_robin, 2) == [1, 2]
+
+
+# ------------------------------------------------------------------ modes
+
+
+@pytest.mark.parametrize("mode", [RouterMode.RoundRobin, RouterMode.Direct])
+async def test_generate_rotates_by_default(cluster: Cluster, mode: RouterMode):
+    await cluster.join(1, 2, 3)
+    assert await cluster.chosen(cluster.client(mode).generate, 4) == [1, 2, 3, 1]
+
+
+async def test_generate_at_random_calls_everybody(cluster: Cluster):
+    await cluster.join(1, 2, 3)
+    numbers = await cluster.chosen(cluster.client(RouterMode.Random).generate, 300)
+    # Fails once in 10**25 runs: each count is binomial(300, 1/3), 50 is 6 sigma off.
+    assert min(Counter(numbers).values()) > 50
+    assert len(set(numbers)) == 3
+
+
+@pytest.mark.parametrize(
+    "mode", [RouterMode.LeastLoaded, RouterMode.DeviceAwareWeighted]
+)
+async def test_least_loaded_fills_all_before_it_fills_one_twice(
+    cluster: Cluster, mode: RouterMode
+):
+    await cluster.join(1, 2, 3)
+    client = cluster.client(mode)
+    for _ in range(3):
+        assert sorted(await cluster.held(client.generate, 3)) == [1, 2, 3]
+    assert cluster.home.in_flight == {1: 3, 2: 3, 3: 3}
+    for opened in cluster.lane.opened:
+        if opened.instance_id == 2:
+            opened.events.on_ended()
+    assert await cluster.held(client.generate, 3) == [2, 2, 2]
+
+
+async def test_power_of_two_never_takes_the_fullest_of_three(cluster: Cluster):
+    await cluster.join(1, 2, 3)
+    client = cluster.client(RouterMode.PowerOfTwoChoices)
+    for number in (1, 1, 1, 1, 1):
+        await cluster.held(lambda _, number=number: client.direct(None, number), 1)
+    assert 1 not in await cluster.chosen(client.generate, 50)
+    await cluster.leave(2)
+    await cluster.leave(3)
+    assert await cluster.chosen(client.generate, 2) == [1, 1]
+
+
+async def test_loads_are_shared_by_the_clients_of_an_endpoint(cluster: Cluster):
+    await cluster.join(1, 2)
+    await cluster.held(cluster.client().round_robin, 1)
+    busy = cluster.client(RouterMode.LeastLoaded)
+    assert await cluster.chosen(busy.generate, 5) == [2] * 5
+
+
+async def test_mode_kv_warns_once_and_chooses_at_random(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+):
+    await cluster.join(1, 2)
+    client = cluster.client(RouterMode.KV)
+    numbers = await cluster.chosen(client.generate, 100)
+    assert set(numbers) == {1, 2}
+    warnings = [one for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "model card" in warnings[0].getMessage()
+
+
+# ------------------------------------------------------------------ avoiding
+
+
+def test_avoided_until_its_time_each_with_its_own():
+    clock = Clock()
+    avoided = _Avoided(clock)
+    one, two = record(1), record(2)
+    avoided.add(one, 5)
+    clock.now_s += 3
+    avoided.add(two, 5)
+    assert one in avoided
+    assert two in avoided
+    clock.now_s += 2
+    assert one not in avoided
+    assert two in avoided
+    assert avoided.next_end_s() == pytest.approx(3)
+
+
+def test_not_listed_any_more_or_for_no_time_is_not_avoided():
+    avoided = _Avoided(Clock())
+    avoided.add(None, 5)
+    avoided.add(record(1), 0)
+    assert record(1) not in avoided
+    assert avoided.next_end_s() is None
+
+
+def test_registered_again_under_the_same_id_is_a_clean_slate():
+    avoided = _Avoided(Clock())
+    avoided.add(record(1), 5)
+    assert record(1) not in avoided
+
+
+def test_instances_that_never_come_back_are_forgotten():
+    clock = Clock()
+    avoided = _Avoided(clock)
+    kept = record(5000)
+    for number in range(1000):
+        avoided.add(record(number), 5)
+    clock.now_s += 4
+    avoided.add(kept, 5)
+    clock.now_s += 4
+    assert avoided.next_end_s() == pytest.approx(1)
+    assert len(avoided._until) == 1
+    clock.now_s += 4
+    assert avoided.next_end_s() is None
+
+
+def ending(opened: Opened) -> None:
+    opened.events.on_started()
+    opened.fail(EngineShutdown("bye"))
+
+
+async def test_a_withdrawn_instance_is_left_out_by_this_client_for_its_time(
+    cluster: Cluster,
+):
+    await cluster.join(1, 2)
+    cluster.lane.scripts[1] = ending
+    client, other = cluster.client(), cluster.client()
+    stream = await client.round_robin(None)
+    with pytest.raises(ValueError, match="Unavailable: bye"):
+        await anext(stream)
+    del cluster.lane.scripts[1]
+    assert await cluster.chosen(client.round_robin, 3) == [2, 2, 2]
+    assert await cluster.chosen(other.round_robin, 2) == [1, 2]
+    assert client.instance_ids() == [1, 2]
+    assert [one.instance_id for one in client.instances()] == [1, 2]
+    assert await client.wait_for_instances() == [2]
+    assert await cluster.chosen(lambda _: client.direct(None, 1), 1) == [1]
+    cluster.clock.now_s += 4.9
+    assert await cluster.chosen(client.round_robin, 1) == [2]
+    cluster.clock.now_s += 0.2
+    assert set(await cluster.chosen(client.round_robin, 2)) == {1, 2}
+
+
+async def test_no_time_means_no_withdrawal(cluster: Cluster):
+    cluster.home.inhibited_s = 0
+    await cluster.join(1)
+    cluster.lane.scripts[1] = ending
+    client = cluster.client()
+    for _ in range(2):
+        stream = await client.round_robin(None)
+        with pytest.raises(ValueError, match="Unavailable: bye"):
+            await anext(stream)
+
+
+async def test_with_all_withdrawn_the_error_says_who_is_there(cluster: Cluster):
+    await cluster.join(1, 2)
+    client = cluster.client()
+    cluster.lane.failures[1] = ConnectionFailed("Unavailable: no")
+    cluster.lane.scripts[2] = ending
+    stream = await client.round_robin(None)
+    with pytest.raises(ValueError, match="bye"):
+        await anext(stream)
+    with pytest.raises(NoInstances) as caught:
+        await client.round_robin(None)
+    error = caught.value
+    assert str(error) == (
+        "Unavailable: No workers available for endpoint ns/comp/gen (2 listed: 2 "
+        "withdrawn after a fault, 1 not answering)"
+    )
+    assert error.facts == {"listed": 2, "withdrawn": [1, 2], "suspect": [1]}
+    assert (error.attempts, error.instance_id, error.retryable) == (0, None, True)
+    assert error.phase == "choose"
+
+
+async def test_with_nobody_listed_the_text_is_the_genuine_one(cluster: Cluster):
+    with pytest.raises(NoInstances) as caught:
+        await cluster.client().random(None)
+    assert str(caught.value) == (
+        "Unavailable: No workers available for endpoint ns/comp/gen"
+    )
+    assert caught.value.facts["listed"] == 0
+
+
+async def test_an_instance_not_listed_cannot_be_named(cluster: Cluster):
+    await cluster.join(1)
+    with pytest.raises(InstanceNotFound) as caught:
+        await cluster.client().direct(None, 2)
+    error = caught.value
+    text = "Unavailable: instance_id=2 not found for endpoint ns/comp/gen"
+    assert str(error) == text
+    assert (error.attempts, error.instance_id, error.retryable) == (0, 2, True)
+
+
+def full(opened: Opened) -> None:
+    error = Overloaded("CapacityExhausted: Server overloaded: full", retry_after=1.0)
+    opened.events.on_refused(error, inhibits=False)
+
+
+async def test_an_overloaded_instance_is_left_alone_for_a_second(cluster: Cluster):
+    await cluster.join(1, 2)
+    cluster.lane.scripts[1] = full
+    client = cluster.client()
+    assert await cluster.chosen(client.round_robin, 4) == [2, 2, 2, 2]
+    assert [one.instance_id for one in cluster.lane.opened].count(1) == 1
+    del cluster.lane.scripts[1]
+    cluster.clock.now_s += 1.01
+    assert set(await cluster.chosen(client.round_robin, 2)) == {1, 2}
+
+
+async def test_with_everybody_overloaded_nothing_is_sent(cluster: Cluster):
+    await cluster.join(1, 2)
+    cluster.lane.scripts = {1: full, 2: full}
+    client = cluster.client()
+    with pytest.raises(Overloaded, match="Server overloaded") as caught:
+        await client.round_robin(None)
+    assert caught.value.attempts == 2
+    cluster.clock.now_s += 0.4
+    with pytest.raises(Overloaded) as caught:
+        await client.round_robin(None)
+    error = caught.value
+    assert str(error) == ("CapacityExhausted: All workers are busy, please retry later")
+    assert (error.phase, error.attempts) == ("choose", 0)
+    assert error.retry_after == pytest.approx(0.6)
+    assert len(cluster.lane.opened) == 2
+    # They are listed and not at fault.
+    assert await client.wait_for_instances() == [1, 2]
+
+
+async def test_the_first_refusal_moves_on_to_one_that_is_free(cluster: Cluster):
+    await cluster.join(1, 2, 3)
+    cluster.lane.scripts[1] = full
+    cluster.lane.failures[2] = Refused("Unavailable: draining")
+    stream = await cluster.client().round_robin(None)
+    assert stream.instance_id == 3
+    assert cluster.home.in_flight == {3: 1}
+    cluster.streams.append(stream)
+
+
+# ------------------------------------------------------------------ waiting
+
+
+async def test_waiting_returns_those_that_are_there(cluster: Cluster):
+    await cluster.join(2, 1)
+    client = cluster.client()
+    assert await client.wait_for_instances() == [1, 2]
+    assert await client.wait_for_instances(timeout=0) == [1, 2]
+
+
+async def test_waiting_ends_when_somebody_comes(cluster: Cluster):
+    waiting = cluster.client().wait_for_instances(timeout=LIMIT_S)
+    await asyncio.sleep(0)
+    await cluster.join(1)
+    assert await waiting == [1]
+
+
+@pytest.mark.parametrize("timeout", [0, 0.01])
+async def test_waiting_has_a_limit(cluster: Cluster, timeout: float):
+    with pytest.raises(NoInstancesInTime) as caught:
+        await cluster.client().wait_for_instances(timeout=timeout)
+    assert str(caught.value) == (
+        "Unavailable: No workers available for endpoint ns/comp/gen: waited "
+        f"{timeout:g} s"
+    )
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.facts["listed"] == 0
+
+
+async def test_waiting_ends_when_a_withdrawn_instance_is_back(cluster: Cluster):
+    await cluster.join(1)
+    client = cluster.client()
+    client._chooser.withdrawn = _Avoided(cluster.loop.time)
+    client._chooser.withdrawn.add(cluster.instances.get(1), 0.05)
+    start = cluster.loop.time()
+    assert await client.wait_for_instances(timeout=LIMIT_S) == [1]
+    assert 0.04 < cluster.loop.time() - start < 2
+
+
+async def test_waiting_does_not_spin_over_instances_that_left(cluster: Cluster):
+    await cluster.join(1)
+    client = cluster.client()
+    client._chooser.withdrawn.add(cluster.instances.get(1), 5)
+    await cluster.leave(1)
+    cluster.clock.now_s += 6
+    looks = 0
+
+    def count() -> list[Any]:
+        nonlocal looks
+        looks += 1
+        return []
+
+    client._chooser.routable = count  # type: ignore[method-assign]
+    with pytest.raises(NoInstancesInTime):
+        await client.wait_for_instances(timeout=0.1)
+    assert looks < 10
+
+
+async def test_waiting_ends_with_the_runtime(cluster: Cluster):
+    waiting = cluster.client().wait_for_instances()
+    await asyncio.sleep(0)
+    cluster.instances.close()
+    with pytest.raises(RuntimeClosed, match="channel closed"):
+        await waiting
+
+
+async def test_a_cancelled_wait_leaves_nothing(cluster: Cluster):
+    for _ in range(100):
+        waiting = cluster.client().wait_for_instances()
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+    assert not cluster.instances._subscribers
+
+
+# ------------------------------------------------------------------ arguments
+
+
+@pytest.mark.parametrize("method", ["random", "round_robin", "generate"])
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"annotated": 1}, TypeError),
+        ({"annotated": "yes"}, TypeError),
+        ({"context": "id"}, TypeError),
+        ({"request": object()}, TypeError),
+        ({"request": 2**64}, OverflowError),
+    ],
+)
+async def test_bad_arguments_are_refused_at_the_call(
+    cluster: Cluster,
+    method: str,
+    arguments: dict[str, Any],
+    error: type[Exception],
+):
+    await cluster.join(1)
+    with pytest.raises(error):
+        getattr(cluster.client(), method)(**{"request": None, **arguments})
+    assert cluster.lane.opened == []
+
+
+@pytest.mark.parametrize(
+    ("instance_id", "error"),
+    [("1", TypeError), (None, TypeError), (-1, OverflowError), (2**64, OverflowError)],
+)
+async def test_bad_ids_are_refused_at_the_call(
+    cluster: Cluster, instance_id: Any, error: type[Exception]
+):
+    with pytest.raises(error):
+        cluster.client().direct(None, instance_id)
+
+
+@pytest.mark.parametrize("annotated", [None, False])
+async def test_annotated_none_means_bare_data(cluster: Cluster, annotated: bool | None):
+    await cluster.join(1)
+    stream = await cluster.client().random(None, annotated=annotated)
+    cluster.lane.opened[-1].item(5)
+    assert await anext(stream) == 5
+    cluster.streams.append(stream)
+
+
+async def test_the_request_carries_what_the_context_says_now(cluster: Cluster):
+    await cluster.join(1)
+    sent = []
+    opening = cluster.lane.open
+
+    async def noted(record, request, events):
+        sent.append(request)
+        return await opening(record, request, events)
+
+    cluster.lane.open = noted  # type: ignore[method-assign]
+    context = Context("mine", {"a": "1"})
+    calling = cluster.client().random({"x": 1}, context=context)
+    context.metadata["b"] = "2"
+    cluster.streams += [await calling, await cluster.client().random(None)]
+    assert sent[0].call_id == "mine"
+    assert sent[0].metadata == {"a": "1"}
+    assert sent[0].value == {"x": 1}
+    assert len(sent[1].call_id) == 36
+    assert sent[1].metadata == {}
+
+
+async def test_without_a_running_loop_there_is_no_call(cluster: Cluster):
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        await asyncio.to_thread(cluster.client().random, None)
