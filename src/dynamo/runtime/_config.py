@@ -18,6 +18,10 @@ from pathlib import Path
 _MIB = 1024 * 1024
 _LOOPBACK = "127.0.0.1"
 _NO_DEVICE = ("", "-1", "none", "void")
+_BACKENDS = ("file", "mem", "etcd", "kubernetes")
+_PLANES = ("tcp", "nats")
+# What an error shows of a value: Python reads no number of more than 4,300 digits.
+_SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,13 @@ class _Reader:
         text = self._env.get(name, "").strip()
         if not text:
             return default
-        # int() alone would also take "1_000" and other scripts' digits.
-        if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
+        # int() alone would also take "1_000" and other scripts' digits, and of very many
+        # digits it makes an error of its own.
+        readable = text.isascii() and text.isdigit() and len(text) <= _SHOWN_CHARACTERS
+        if not readable or not least <= int(text) <= most:
             raise ValueError(
-                f"{name}={text!r}: expected a whole number from {least} to {most}"
+                f"{name}={text[:_SHOWN_CHARACTERS]!r}: expected a whole number from "
+                f"{least} to {most}"
             )
         return int(text)
 
@@ -100,7 +107,8 @@ class _Reader:
             value = -1.0
         if not least <= value < float("inf"):
             raise ValueError(
-                f"{name}={text!r}: expected a number of seconds, at least {least:g}"
+                f"{name}={text[:_SHOWN_CHARACTERS]!r}: expected a number of seconds, "
+                f"at least {least:g}"
             )
         return value
 
@@ -138,28 +146,37 @@ def _address_of_interface(name: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _routable_address() -> str:
+def _routable_address(family: socket.AddressFamily = socket.AF_INET) -> str:
     """The local address from which other hosts would be reached; sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    far, here = ("192.0.2.1", _LOOPBACK)
+    if family == socket.AF_INET6:
+        far, here = ("2001:db8::1", "::1")
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             # Connecting a datagram socket only consults the routing table.
-            probe.connect(("192.0.2.1", 9))
+            probe.connect((far, 9))
             return str(probe.getsockname()[0])
-        except OSError:
-            return _LOOPBACK
+    except OSError:
+        return here
 
 
 def advertised_host(host: str) -> str:
     """The address to tell others for a listener on ``host``; never a wildcard."""
-    return _routable_address() if ip_address(host).is_unspecified else host
+    address = ip_address(host)
+    if not address.is_unspecified:
+        return host
+    # asyncio listens for one family only: nobody reaches "::" over IPv4.
+    return _routable_address(
+        socket.AF_INET if address.version == 4 else socket.AF_INET6
+    )
 
 
-def _embedded_root() -> Path:
+def _embedded_root(env: Mapping[str, str]) -> Path:
     """The folder of this user's own cluster on this machine."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
+    base = env.get("XDG_RUNTIME_DIR")
     if base and Path(base).is_dir():
         return Path(base) / "dynamo-runtime-py"
-    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    user = os.getuid() if hasattr(os, "getuid") else env.get("USERNAME", "user")
     return Path(tempfile.gettempdir()) / f"dynamo-runtime-py-{user}"
 
 
@@ -192,16 +209,37 @@ def _admission(read: _Reader) -> tuple[int, int]:
     )
 
 
+def _status_port(read: _Reader) -> int | None:
+    """The port of the status server; a negative number is the genuine way to say off."""
+    text = read.text("DYN_SYSTEM_PORT", "-1").strip()
+    if text.startswith("-") and text[1:].isdigit():
+        return None
+    return read.whole("DYN_SYSTEM_PORT", 0, most=65535)
+
+
 def chosen_backend(env: Mapping[str, str]) -> str | None:
-    """The discovery backend that the environment names, or None for the embedded one."""
-    named = env.get("DYN_DISCOVERY_BACKEND")
-    if named:
-        return named
+    """The discovery backend that the environment names, or None for the embedded one.
+
+    Raises:
+        ValueError: it names one that does not exist.
+    """
+    if env.get("DYN_DISCOVERY_BACKEND"):
+        return _Reader(env).choice("DYN_DISCOVERY_BACKEND", "", _BACKENDS)
     if "DYN_FILE_KV" in env:
         return "file"
     if env.get("ETCD_ENDPOINTS"):
         return "etcd"
     return None
+
+
+def chosen_plane(env: Mapping[str, str]) -> str:
+    """The request plane that the environment names.
+
+    Raises:
+        ValueError: it names one that does not exist.
+    """
+    lowered = {"DYN_REQUEST_PLANE": env.get("DYN_REQUEST_PLANE", "").lower()}
+    return _Reader(lowered).choice("DYN_REQUEST_PLANE", "tcp", _PLANES)
 
 
 def from_env(
@@ -231,9 +269,9 @@ def from_env(
     running, waiting = _admission(read)
     return RuntimeConfig(
         discovery_backend=discovery_backend or "file",
-        request_plane=(request_plane or read.text("DYN_REQUEST_PLANE", "tcp")).lower(),
+        request_plane=request_plane or chosen_plane(env),
         embedded=embedded,
-        file_root=_embedded_root() if embedded else _file_root(env),
+        file_root=_embedded_root(env) if embedded else _file_root(env),
         rpc_host=read.host("DYN_TCP_RPC_HOST", default_host),
         rpc_port=read.whole("DYN_TCP_RPC_PORT", 0, most=65535),
         response_host=read.host("DYN_TCP_RESPONSE_STREAM_HOST", default_host),
@@ -260,9 +298,5 @@ def from_env(
         ),
         cancel_grace_s=read.seconds("DYN_RUNTIME_CANCEL_GRACE_SECS", 5.0),
         close_timeout_s=5.0,
-        status_port=(
-            read.whole("DYN_SYSTEM_PORT", 0, most=65535)
-            if read.present("DYN_SYSTEM_PORT")
-            else None
-        ),
+        status_port=_status_port(read),
     )

@@ -24,6 +24,7 @@ from dynamo.runtime._config import (
     RuntimeConfig,
     advertised_host,
     chosen_backend,
+    chosen_plane,
     from_env,
 )
 from dynamo.runtime._discovery.instances import InstanceSet
@@ -402,8 +403,7 @@ class DistributedRuntime(Sealed):
         """What `dynamo_worker` and `detached` make: all from the environment."""
         backend = chosen_backend(os.environ)
         if backend is not None:
-            plane = os.environ.get("DYN_REQUEST_PLANE") or "tcp"
-            return cls(event_loop, backend, plane)
+            return cls(event_loop, backend, chosen_plane(os.environ))
         config = from_env(os.environ)
         _refuse_unavailable("file", config.request_plane, "")
         self = cls.__new__(cls)
