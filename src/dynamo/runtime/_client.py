@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from dynamo.runtime._calls.context import Context, new_id
 from dynamo.runtime._calls.egress import OutgoingCall, Selection
+from dynamo.runtime._calls.pump import Requests, iterator_of
 from dynamo.runtime._calls.streams import AsyncResponseStream
 from dynamo.runtime._discovery.instances import Instance
 from dynamo.runtime._routing.policies import (
@@ -402,17 +403,72 @@ class Client(Unconstructible):
             OverflowError: an id that is negative or over 64 bits.
             InstanceNotFound: it is not listed (from the future).
         """
-        if not isinstance(instance_id, int):
-            raise TypeError(
-                "argument 'instance_id': expected an int, not "
-                f"{type(instance_id).__name__}"
-            )
-        if instance_id < 0:
-            raise OverflowError("can't convert negative int to unsigned")
-        if instance_id > _MAX_ID:
-            raise OverflowError("int too big to convert: ids have 64 bits")
-        choose = self._chooser.exactly(instance_id)
+        choose = self._chooser.exactly(_check_id(instance_id))
         return self._call(choose, request, annotated, context, fixed=True)
+
+    def bidirectional(
+        self,
+        requests: Requests,
+        annotated: bool | None = True,
+        context: Context | None = None,
+        *,
+        instance_id: int | None = None,
+    ) -> asyncio.Future[AsyncResponseStream]:
+        """Call an endpoint that takes a stream of requests.
+
+        The values are read when the worker takes them, and only as fast as it does; the
+        end of the iterable ends the handler's input, not the call.  An exception that
+        the iterable raises ends the call and is raised to the reader of the stream.
+        When the call ends first, the iterable is closed.
+
+        Args:
+            requests: An iterable, or asynchronous iterable, of values that MessagePack
+                can carry.
+            annotated: Whether items come as `Annotated`; None means False.
+            context: Id, metadata and cancellation of the call; linked to it.
+            instance_id: That instance and no other; None chooses as `generate` does.
+
+        Returns:
+            A future of the response stream.
+
+        Raises:
+            TypeError: an argument of the wrong type.
+            OverflowError: an id that is negative or over 64 bits.
+            CallError: nobody took the call (from the future).
+
+        Example:
+            >>> import asyncio
+            >>> from dynamo.runtime import DistributedRuntime
+            >>> async def running_sum(stream):
+            ...     total = 0
+            ...     async for number in stream:
+            ...         total += number
+            ...         yield total
+            >>> async def main():
+            ...     runtime = DistributedRuntime(asyncio.get_running_loop(), "mem", "tcp")
+            ...     endpoint = runtime.endpoint("demo.math.sum")
+            ...     serving = endpoint.serve_bidirectional_endpoint(running_sum)
+            ...     client = await endpoint.client()
+            ...     await client.wait_for_instances(timeout=5)
+            ...     stream = await client.bidirectional([1, 2, 3], annotated=False)
+            ...     print([total async for total in stream])
+            ...     runtime.shutdown()
+            ...     await serving
+            >>> asyncio.run(main())
+            [1, 3, 6]
+        """
+        choose = self._by_mode()
+        if instance_id is not None:
+            choose = self._chooser.exactly(_check_id(instance_id))
+        source = iterator_of(requests)
+        return self._call(
+            choose,
+            None,
+            annotated,
+            context,
+            fixed=instance_id is not None,
+            source=source,
+        )
 
     def _by_mode(self) -> Callable[[frozenset[int]], EndpointRecord]:
         mode = int(self._mode)
@@ -433,6 +489,7 @@ class Client(Unconstructible):
         context: Context | None,
         *,
         fixed: bool = False,
+        source: AsyncIterator[Any] | None = None,
     ) -> asyncio.Future[AsyncResponseStream]:
         if annotated is not None and not isinstance(annotated, bool):
             raise TypeError(
@@ -444,7 +501,7 @@ class Client(Unconstructible):
             )
         asyncio.get_running_loop()
         state = None if context is None else context._state
-        packed = encode_value(request, "msgpack")
+        packed = None if source is not None else encode_value(request, "msgpack")
         sent = CallRequest(
             call_id=new_id() if state is None else state.id,
             value=request,
@@ -459,6 +516,7 @@ class Client(Unconstructible):
             self._chooser.selection(choose, fixed=fixed),
             state,
             annotated=bool(annotated),
+            source=source,
         )
         return self._home.run(_stream_of(call))
 
@@ -466,3 +524,15 @@ class Client(Unconstructible):
 async def _stream_of(call: OutgoingCall) -> AsyncResponseStream:
     await call.start()
     return AsyncResponseStream._of(call)
+
+
+def _check_id(instance_id: object) -> int:
+    if not isinstance(instance_id, int):
+        raise TypeError(
+            f"argument 'instance_id': expected an int, not {type(instance_id).__name__}"
+        )
+    if instance_id < 0:
+        raise OverflowError("can't convert negative int to unsigned")
+    if instance_id > _MAX_ID:
+        raise OverflowError("int too big to convert: ids have 64 bits")
+    return instance_id

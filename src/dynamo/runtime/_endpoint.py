@@ -229,11 +229,14 @@ class Endpoint(Unconstructible):
         Args:
             generator: An async generator function, or a callable that returns an async
                 iterator.  Called with the request, and with ``context=`` if it has a
-                parameter of that name.
-            graceful_shutdown: Whether a shutdown waits for requests in flight; None
-                means True.
-            metrics_labels: Pairs of text that label the endpoint's metrics.
-            health_check_payload: A request with which the handler can be probed.
+                parameter of that name.  A plain generator function may block: each of
+                its calls runs in a thread of its own.
+            graceful_shutdown: Accepted and without effect, as in the genuine runtime: a
+                shutdown waits for requests in flight either way.
+            metrics_labels: Pairs of text to label the endpoint's metrics; for the
+                status server, which this version has not.
+            health_check_payload: A request with which to probe the handler; for the
+                status server, too.
             handler: The same as ``generator``, under its documented name.
 
         Returns:
@@ -269,9 +272,9 @@ class Endpoint(Unconstructible):
 
         Args:
             generator: An async generator function of the stream of requests.
-            graceful_shutdown: Whether a shutdown waits for calls in flight; None means
-                True.
-            metrics_labels: Pairs of text that label the endpoint's metrics.
+            graceful_shutdown: Accepted and without effect, as for `serve_endpoint`.
+            metrics_labels: Pairs of text to label the endpoint's metrics; for the
+                status server, which this version has not.
             handler: The same as ``generator``, under its documented name.
 
         Returns:
@@ -302,7 +305,7 @@ class Endpoint(Unconstructible):
         _check_bool("graceful_shutdown", graceful_shutdown)
         _check_labels(metrics_labels)
         asyncio.get_running_loop()
-        wrapped = Handler(function)
+        wrapped = Handler(function, streamed=streamed)
         complaint = wrapped.complaint()
         if complaint is not None:
             _log.warning(

@@ -15,11 +15,13 @@ States of a call::
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
+from dynamo.runtime._calls.pump import Pump
 from dynamo.runtime._calls.streams import Annotated, Inbox, on_loop, soon_on_loop
 from dynamo.runtime._wire.faults import exception_of_error, inhibits
 from dynamo.runtime.errors import (
@@ -33,7 +35,12 @@ from dynamo.runtime.errors import (
 if TYPE_CHECKING:
     from dynamo.runtime._calls.context import ContextState
     from dynamo.runtime._discovery.instances import InstanceSet
-    from dynamo.runtime._transports import CallHandle, CallRequest, ClientLane
+    from dynamo.runtime._transports import (
+        CallHandle,
+        CallRequest,
+        ClientLane,
+        InputSink,
+    )
     from dynamo.runtime._wire.faults import ErrorObject
     from dynamo.runtime._wire.payload import AnnotatedItem
     from dynamo.runtime._wire.records import EndpointRecord
@@ -106,8 +113,13 @@ class OutgoingCall:
         context: ContextState | None,
         *,
         annotated: bool,
+        source: AsyncIterator[Any] | None = None,
     ) -> None:
         self._loop = loop
+        self._pump: Pump | None = None
+        if source is not None:
+            caller = contextvars.copy_context()
+            self._pump = Pump(loop, source, caller, self._on_source_failed)
         self._lane = lane
         self._request = request
         self._selection = selection
@@ -170,6 +182,9 @@ class OutgoingCall:
             except CallError as error:
                 self._note(error, record)
                 if not error.retryable or self._selection.fixed:
+                    raise
+                if self._pump is not None and self._pump.started:
+                    # What it took from the caller cannot be taken again.
                     raise
                 failure = error
             else:
@@ -263,7 +278,31 @@ class OutgoingCall:
             )
         )
 
+    def _on_source_failed(self, error: Exception) -> None:
+        """The caller's own stream of requests raised: its reader gets that error.
+
+        Also when the handler has not started yet, so that it always comes from the
+        stream and never from the awaited call.
+        """
+        if self._over:
+            return
+        if self._handle is not None:
+            self._handle.kill()
+        self._finish(error)
+
     # CallEvents: what the lane reports.
+
+    def on_input_wanted(self, sink: InputSink, codec: str) -> None:
+        if self._pump is not None:
+            self._pump.start(sink, codec)
+
+    def on_input_room(self) -> None:
+        if self._pump is not None:
+            self._pump.made_room()
+
+    def on_input_unwanted(self) -> None:
+        if self._pump is not None:
+            self._pump.stop()
 
     def on_reached(self) -> None:
         # From here on the connection tells more than discovery.
@@ -322,6 +361,8 @@ class OutgoingCall:
 
     def _release(self) -> None:
         self._count(None)
+        if self._pump is not None:
+            self._pump.stop()
         if self._stop_timer is not None:
             self._stop_timer.cancel()
         if self._context is not None:

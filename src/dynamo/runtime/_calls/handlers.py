@@ -10,6 +10,8 @@ import inspect
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
+from dynamo.runtime._calls.threads import ThreadedGenerator
+
 if TYPE_CHECKING:
     from dynamo.runtime._calls.context import Context
     from dynamo.runtime._calls.streams import ResponseSender
@@ -46,15 +48,20 @@ class Handler:
 
     Args:
         function: What the user gave; anything.
+        streamed: Whether it is called with a stream of requests.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, *, streamed: bool = False) -> None:
         self.function = function
         self.name = getattr(function, "__qualname__", None) or type(function).__name__
         self._refusal: ShapeError | None = None
         self._takes_context = False
         self.pushes = False
+        self._threaded = False
         self._look()
+        # A thread could neither wait for an asynchronous stream nor push.
+        if not streamed and not self.pushes:
+            self._threaded = inspect.isgeneratorfunction(self._code())
 
     def _look(self) -> None:
         if not callable(self.function):
@@ -80,16 +87,21 @@ class Handler:
         """Why calls will be refused, as far as it can be told without a call."""
         if self._refusal is not None:
             return str(self._refusal)
-        call: Callable[..., Any] = self.function
-        while isinstance(call, functools.partial):
-            call = call.func
-        if not inspect.isroutine(call) and not inspect.isclass(call):
-            call = type(call).__call__
-        if inspect.iscoroutinefunction(call):
+        code = self._code()
+        if inspect.iscoroutinefunction(code):
             return "it is a coroutine function: use 'yield', not 'return'"
-        if inspect.isgeneratorfunction(call):
+        if inspect.isgeneratorfunction(code) and not self._threaded:
             return "it is a plain generator function: use 'async def'"
         return None
+
+    def _code(self) -> Callable[..., Any]:
+        """The function that runs when the callable is called, as far as one can see."""
+        code: Callable[..., Any] = self.function
+        while isinstance(code, functools.partial):
+            code = code.func
+        if not inspect.isroutine(code) and not inspect.isclass(code):
+            code = type(code).__call__
+        return code
 
     def call(
         self, request: object, context: Context, sender: ResponseSender
@@ -107,12 +119,13 @@ class Handler:
         """
         if self._refusal is not None:
             raise self._refusal
+        keywords: dict[str, Any] = {"context": context} if self._takes_context else {}
+        if self._threaded:
+            make = functools.partial(self.function, request, **keywords)
+            return ThreadedGenerator(make, self.name)
         if self.pushes:
-            result = self.function(request, context=context, response_sender=sender)
-        elif self._takes_context:
-            result = self.function(request, context=context)
-        else:
-            result = self.function(request)
+            keywords["response_sender"] = sender
+        result = self.function(request, **keywords)
         if not hasattr(type(result), "__anext__"):
             if inspect.iscoroutine(result):
                 result.close()

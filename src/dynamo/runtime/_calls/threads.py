@@ -29,7 +29,8 @@ class ThreadedGenerator:
         self._make = make
         self._loop = asyncio.get_running_loop()
         self._steps: queue.SimpleQueue[asyncio.Future[Any] | None] = queue.SimpleQueue()
-        self._ended = self._loop.create_future()
+        # What closing the generator raised, or None.
+        self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()
         self._thread = threading.Thread(
             target=contextvars.copy_context().run,
             args=(self._work,),
@@ -43,7 +44,7 @@ class ThreadedGenerator:
     async def __anext__(self) -> Any:
         if self._ended.done():
             raise StopAsyncIteration
-        if not self._thread.is_alive():
+        if self._thread.ident is None:
             self._thread.start()
         step = self._loop.create_future()
         self._steps.put(step)
@@ -52,42 +53,51 @@ class ThreadedGenerator:
     async def aclose(self) -> None:
         """Close the generator in its thread, once the step in progress is back."""
         self._steps.put(None)
-        if self._thread.is_alive():
-            await asyncio.wait((self._ended,))
+        if self._thread.ident is not None:
+            error = await asyncio.shield(self._ended)
+            if error is not None:
+                raise error
 
     # In the thread
 
     def _work(self) -> None:
-        generator = self._make()
+        failure: BaseException | None = None
         try:
+            generator = self._make()
             while (step := self._steps.get()) is not None:
                 if not self._take(generator, step):
                     break
-        finally:
-            try:
-                generator.close()
-            finally:
-                on_loop(self._loop, self._settle, self._ended, None, None)
+            generator.close()
+        except BaseException as error:  # noqa: BLE001 - it is raised where one waits
+            failure = error
+        on_loop(self._loop, _settle, self._ended, failure, None)
 
-    def _take(self, generator: Generator[Any, Any, Any], step: Any) -> bool:
+    def _take(
+        self, generator: Generator[Any, Any, Any], step: asyncio.Future[Any]
+    ) -> bool:
         """One step; False if it was the last."""
+        value: Any = None
+        failure: BaseException | None = None
         try:
             value = next(generator)
         except StopIteration:
-            on_loop(self._loop, self._settle, step, None, StopAsyncIteration())
-            return False
+            failure = StopAsyncIteration()
+        except StopAsyncIteration as error:
+            # It must not look like a normal end; a coroutine would say the same.
+            failure = RuntimeError("generator raised StopAsyncIteration")
+            failure.__cause__ = error
         except BaseException as error:  # noqa: BLE001 - the user's code raises anything
-            on_loop(self._loop, self._settle, step, None, error)
-            return False
-        on_loop(self._loop, self._settle, step, value, None)
-        return True
+            failure = error
+        on_loop(self._loop, _settle, step, value, failure)
+        return failure is None
 
-    def _settle(
-        self, future: asyncio.Future[Any], value: Any, error: BaseException | None
-    ) -> None:
-        if future.done():
-            return  # whoever waited was cancelled
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
+
+def _settle(
+    future: asyncio.Future[Any], value: Any, error: BaseException | None
+) -> None:
+    if future.done():
+        return  # whoever waited was cancelled
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)

@@ -27,6 +27,7 @@ from dynamo.runtime._transports.connection import (
 )
 from dynamo.runtime._wire.callhome import (
     KILL,
+    SENTINEL,
     STOP,
     AckReader,
     AckReceived,
@@ -39,6 +40,7 @@ from dynamo.runtime._wire.callhome import (
     StreamEnded,
     StreamLost,
     decode_handshake,
+    encode_input_frame,
     encode_request_frame,
     encode_request_payload,
 )
@@ -69,6 +71,7 @@ _IDLE_CHECK_S = 30.0
 # How long a stopped call is remembered so that a late call-home can be told of the stop.
 _LATE_CALL_HOME_S = 60.0
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_FIN_ON_CLOSE = struct.pack("ii", 0, 0)
 
 OnAck = Callable[[AckReceived | CallError], None]
 
@@ -312,13 +315,15 @@ class _Call:
         gate: _Gate | None,
     ) -> None:
         self.subject = _subject()
+        self.stream_type = "response"
+        self.input: _Input | None = None
         self._lane = lane
         self._record = record
         self._authority = authority
         self._events = events
         self._receiver = ResponseReceiver(record.codec)
         self._gate = gate
-        self._connection: _ResponseConnection | None = None
+        self._connection: _HomeConnection | None = None
         self._call_home_timer: asyncio.TimerHandle | None = None
         self._stop_due = False
         self._over = False
@@ -332,6 +337,8 @@ class _Call:
             self._receiver.stopped = True
             self._connection.send(STOP)
             self._connection.flush()
+            if self.input is not None:
+                self.input.stop()
         elif not self._stop_due:
             self._stop_due = True
             self._lane.loop.call_later(_LATE_CALL_HOME_S, self._forget_if_unreached)
@@ -343,6 +350,8 @@ class _Call:
     def kill(self) -> None:
         if not self._over and self._connection is not None:
             self._connection.send(KILL)
+        if not self._over and self.input is not None:
+            self.input.close(KILL)
         self.close()
 
     def pause(self) -> None:
@@ -361,6 +370,8 @@ class _Call:
             self._call_home_timer.cancel()
         if self._connection is not None:
             self._connection.close()
+        if self.input is not None:
+            self.input.close()
 
     def _pass_gate(self) -> None:
         """Let the next call with this id start."""
@@ -409,13 +420,16 @@ class _Call:
 
     # What the response connection reports.
 
-    def called_home(self, connection: _ResponseConnection) -> None:
+    def called_home(self, connection: _HomeConnection) -> None:
         self._connection = connection
         if self._call_home_timer is not None:
             self._call_home_timer.cancel()
         self._events.on_reached()
         if self._stop_due:
             self.stop()
+
+    def writable(self) -> None:
+        """Only stop and kill go this way."""
 
     def receive(self, frame: TwoPart) -> None:
         if not self._over:
@@ -463,14 +477,79 @@ class _Call:
         self._refuse(error, inhibits=inhibits)
 
 
-class _ResponseConnection(Connection):
+class _Input:
+    """The client's side of a request-stream connection (an `InputSink`)."""
+
+    def __init__(
+        self, lane: CallhomeClientLane, codec: str, events: CallEvents
+    ) -> None:
+        self.subject = _subject()
+        self.stream_type = "request"
+        self._lane = lane
+        self._codec = codec
+        self._events = events
+        self._connection: _HomeConnection | None = None
+        self._over = False
+
+    # InputSink
+
+    @property
+    def paused(self) -> bool:
+        return self._connection is not None and self._connection.paused
+
+    def send(self, body: bytes) -> None:
+        if self._connection is not None:
+            self._connection.send(encode_input_frame(body))
+
+    def end(self) -> None:
+        self.close(SENTINEL)
+
+    # What the call and the connection do with it.
+
+    def stop(self) -> None:
+        """Tell the worker that the input ends because the call is stopped."""
+        if self._connection is not None and not self._over:
+            self._connection.send(STOP)
+            self._connection.flush()
+
+    def close(self, last_word: bytes = b"") -> None:
+        """Say a last word, if any, and close so that it arrives."""
+        if self._over:
+            return
+        self._over = True
+        self._lane.listener.forget(self.subject)
+        if self._connection is not None:
+            if last_word:
+                self._connection.send(last_word)
+            self._connection.close_in_order()
+
+    def give_up(self) -> None:
+        self.close()
+
+    def called_home(self, connection: _HomeConnection) -> None:
+        self._connection = connection
+        self._events.on_input_wanted(self, self._codec)
+
+    def receive(self, frame: TwoPart) -> None:
+        """A worker writes nothing here; what a later version might is no news."""
+
+    def receive_eof(self) -> None:
+        if not self._over:
+            self.close()
+            self._events.on_input_unwanted()
+
+    def writable(self) -> None:
+        self._events.on_input_room()
+
+
+class _HomeConnection(Connection):
     """A connection that a worker opened to our listener."""
 
     def __init__(self, listener: ResponseListener) -> None:
         super().__init__(listener.loop)
         self._listener = listener
         self._reader = TwoPartReader()
-        self._call: _Call | None = None
+        self._call: _Call | _Input | None = None
         self._handshake_timer: asyncio.TimerHandle | None = None
 
     @override
@@ -481,6 +560,18 @@ class _ResponseConnection(Connection):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self._handshake_timer = self._loop.call_later(_HANDSHAKE_TIMEOUT_S, self.abort)
         self._listener.connections.add(self)
+
+    def close_in_order(self) -> None:
+        """Close after all that was sent has arrived, not with a reset."""
+        if self._transport is not None:
+            sock = self._transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _FIN_ON_CLOSE)
+        self.close()
+
+    @override
+    def writable(self) -> None:
+        if self._call is not None:
+            self._call.writable()
 
     @override
     def received(self, data: bytes) -> None:
@@ -495,7 +586,7 @@ class _ResponseConnection(Connection):
             self._handshake_timer.cancel()
         handshake = decode_handshake(frame)
         call = self._listener.take(handshake.subject)
-        if call is None or handshake.stream_type != "response":
+        if call is None or handshake.stream_type != call.stream_type:
             # Given up meanwhile, or never ours: the reset tells the worker so.
             self.abort()
             return False
@@ -518,9 +609,9 @@ class ResponseListener:
     def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
         self.loop = loop
         self.address = ""
-        self.connections: set[_ResponseConnection] = set()
+        self.connections: set[_HomeConnection] = set()
         self._config = config
-        self._waiting: dict[str, _Call] = {}
+        self._waiting: dict[str, _Call | _Input] = {}
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
 
@@ -535,7 +626,7 @@ class ResponseListener:
                 return
             self._server, port = await listen(
                 self.loop,
-                lambda: _ResponseConnection(self),
+                lambda: _HomeConnection(self),
                 self._config.response_host,
                 self._config.response_port,
                 backlog=self._config.listen_backlog,
@@ -544,10 +635,10 @@ class ResponseListener:
             host = advertised_host(self._config.response_host)
             self.address = TcpAddress(host, port, "").authority
 
-    def expect(self, call: _Call) -> None:
+    def expect(self, call: _Call | _Input) -> None:
         self._waiting[call.subject] = call
 
-    def take(self, subject: str) -> _Call | None:
+    def take(self, subject: str) -> _Call | _Input | None:
         return self._waiting.pop(subject, None)
 
     def forget(self, subject: str) -> None:
@@ -584,6 +675,8 @@ class CallhomeClientLane:
         body = _encode_for(record, request)
         gate = await self._gate(record, request)
         call = _Call(self, record, address.authority, events, gate)
+        if request.packed is None:
+            call.input = _Input(self, record.codec, events)
         try:
             await self.listener.start()
             frame = self._frame(address, record, request, call, body)
@@ -592,6 +685,8 @@ class CallhomeClientLane:
             call.close()
             raise
         self.listener.expect(call)
+        if call.input is not None:
+            self.listener.expect(call.input)
         connection.submit(frame, call.on_ack)
         return call
 
@@ -609,19 +704,17 @@ class CallhomeClientLane:
         record: EndpointRecord,
         request: CallRequest,
         call: _Call,
-        body: bytes,
+        body: bytes | None,
     ) -> bytes:
         control = ControlHeader(
             id=request.call_id,
             codec=record.codec,
             metadata=request.metadata,
-            response=ConnectionInfo(
-                address=self.listener.address,
-                subject=call.subject,
-                context=request.call_id,
-                stream_type="response",
-            ),
+            response=self._way_to(call, request),
         )
+        if call.input is not None:
+            control.request_type = "many_in"
+            control.request_stream = self._way_to(call.input, request)
         headers = request_headers(
             request_id=request.call_id,
             path=address.path,
@@ -633,6 +726,15 @@ class CallhomeClientLane:
             headers,
             encode_request_payload(control, body),
             max_message_bytes=self.config.max_message_bytes,
+        )
+
+    def _way_to(self, end: _Call | _Input, request: CallRequest) -> ConnectionInfo:
+        """Where the worker is to connect to for one of the streams."""
+        return ConnectionInfo(
+            address=self.listener.address,
+            subject=end.subject,
+            context=request.call_id,
+            stream_type=end.stream_type,
         )
 
     def _pool(self, address: TcpAddress) -> _HostPool:
@@ -696,12 +798,14 @@ def _callable_address(record: EndpointRecord) -> TcpAddress:
         raise CallError(str(error), instance_id=record.instance_id) from error
 
 
-def _encode_for(record: EndpointRecord, request: CallRequest) -> bytes:
-    """The body for this instance.
+def _encode_for(record: EndpointRecord, request: CallRequest) -> bytes | None:
+    """The body for this instance; None for streamed input.
 
     Raises:
         CallError: the instance cannot read the value.
     """
+    if request.packed is None:
+        return None
     if record.codec == "msgpack":
         reason = None if record.ours else genuine_can_decode(request.value)
         if reason is not None:
