@@ -53,6 +53,8 @@ _log = logging.getLogger("dynamo.runtime.ingress")
 
 # A handler that never awaits gives way to the loop after this many bytes of items.
 _GIVE_WAY_BYTES = 64 * 1024
+# What a small value costs beyond its bytes.
+_FRAME_BYTES = 64
 # A handler that has not looked at its context since it was stopped does not know.
 _UNAWARE_GRACE_S = 0.05
 
@@ -423,7 +425,7 @@ class _Run:
                 reply.item(body)
                 if reply.paused:
                     await self._until_writable(reply)
-                unseen_bytes += len(body)
+                unseen_bytes += len(body) + _FRAME_BYTES
                 if unseen_bytes >= _GIVE_WAY_BYTES:
                     unseen_bytes = 0
                     await asyncio.sleep(0)

@@ -23,6 +23,8 @@ Requests = AsyncIterable[Any] | Iterable[Any]
 
 # A source that never awaits gives way to the loop after this many bytes.
 _GIVE_WAY_BYTES = 64 * 1024
+# What a small value costs beyond its bytes.
+_FRAME_BYTES = 64
 
 
 class _InTurn:
@@ -137,7 +139,7 @@ class Pump:
             while sink.paused and not self._over:
                 self._room = self._loop.create_future()
                 await self._room
-            unseen_bytes += len(body)
+            unseen_bytes += len(body) + _FRAME_BYTES
             if unseen_bytes >= _GIVE_WAY_BYTES:
                 unseen_bytes = 0
                 await asyncio.sleep(0)

@@ -106,6 +106,10 @@ class Connection(asyncio.Protocol):
         out = self._out
         if not out or self._transport is None:
             return
+        if self._transport.is_closing():
+            # A send has failed; `lost` follows.  Transports complain if one goes on.
+            self._closing = True
+            return
         data = out[0] if len(out) == 1 else b"".join(out)
         self._out = []
         self._out_bytes = 0
