@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -14,6 +15,7 @@ from memory_lane import NAME, MemoryLane, Opened, record
 from dynamo.runtime._calls.context import Context
 from dynamo.runtime._calls.streams import AsyncResponseStream
 from dynamo.runtime._client import Client, ClientHome, _Avoided
+from dynamo.runtime._config import from_env
 from dynamo.runtime._discovery.instances import InstanceSet
 from dynamo.runtime._discovery.memory import MemoryBackend
 from dynamo.runtime._routing.policies import RouterMode
@@ -52,9 +54,8 @@ class Cluster:
 
     async def open(self, inhibited_s: float = 5.0) -> None:
         self.instances = await InstanceSet.open(self.backend, NAME)
-        self.home = ClientHome(
-            self.loop, self.lane, self.instances, inhibited_s, self._run
-        )
+        config = dataclasses.replace(from_env({}, "mem"), inhibited_s=inhibited_s)
+        self.home = ClientHome(self.loop, self.lane, self.instances, config, self._run)
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
         return self.loop.create_task(work)
@@ -285,7 +286,7 @@ async def test_a_withdrawn_instance_is_left_out_by_this_client_for_its_time(
 
 
 async def test_no_time_means_no_withdrawal(cluster: Cluster):
-    cluster.home.inhibited_s = 0
+    cluster.home.config = dataclasses.replace(cluster.home.config, inhibited_s=0)
     await cluster.join(1)
     cluster.lane.scripts[1] = ending
     client = cluster.client()

@@ -140,7 +140,6 @@ class ReturnsCoroutine:
         (coroutine, "coroutine function: use 'yield'"),
         (functools.partial(coroutine), "coroutine function: use 'yield'"),
         (ReturnsCoroutine(), "coroutine function: use 'yield'"),
-        (generator, "plain generator function: use 'async def'"),
         (returns_value, None),
         (Mock(return_value=5), None),
     ],

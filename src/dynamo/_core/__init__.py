@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dynamo.runtime._calls.context import Context, ContextMetadata
+from dynamo.runtime._calls.first_token import FirstTokenSource
 from dynamo.runtime._calls.streams import (
     AsyncResponseStream,
     PyAsyncRequestStream,
@@ -45,6 +46,7 @@ __all__ = [
     "DynamoException",
     "Endpoint",
     "EngineShutdown",
+    "FirstTokenSource",
     "Instance",
     "InvalidArgument",
     "PyAsyncRequestStream",

@@ -20,6 +20,7 @@ from dynamo.runtime._discovery.instances import Instance
 from dynamo.runtime._routing.policies import (
     RoundRobin,
     RouterMode,
+    choose_device_aware,
     choose_least_loaded,
     choose_power_of_two,
     choose_random,
@@ -28,6 +29,7 @@ from dynamo.runtime._sealed import Unconstructible
 from dynamo.runtime._transports import CallRequest
 from dynamo.runtime._wire.payload import encode_value
 from dynamo.runtime.errors import (
+    CallError,
     InstanceNotFound,
     NoInstances,
     NoInstancesInTime,
@@ -38,6 +40,7 @@ from dynamo.runtime.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._discovery.instances import InstanceSet
     from dynamo.runtime._transports import ClientLane
     from dynamo.runtime._wire.records import EndpointRecord
@@ -55,7 +58,7 @@ class ClientHome:
         loop: The home loop.
         lane: The way to the instances.
         instances: The live view of the endpoint.
-        inhibited_s: For how many seconds an instance is avoided after a fault.
+        config: How long instances are avoided, how devices are weighed.
         run: Runs a coroutine on the home loop for whatever loop is running.
 
     Attributes:
@@ -67,14 +70,14 @@ class ClientHome:
         loop: asyncio.AbstractEventLoop,
         lane: ClientLane,
         instances: InstanceSet,
-        inhibited_s: float,
+        config: RuntimeConfig,
         run: Callable[[Coroutine[Any, Any, Any]], asyncio.Future[Any]],
     ) -> None:
         self.loop = loop
         self.lane = lane
         self.instances = instances
         self.in_flight: dict[int, int] = {}
-        self.inhibited_s = inhibited_s
+        self.config = config
         self.run = run
 
 
@@ -193,6 +196,22 @@ class _Chooser:
             self.free(tried), self.home.in_flight, self._random.randrange
         )
 
+    def device_aware(self, tried: frozenset[int]) -> EndpointRecord:
+        return choose_device_aware(
+            self.free(tried),
+            self.home.in_flight,
+            self.home.config.device_ratio,
+            self._random.randrange,
+        )
+
+    def not_weighted(self, tried: frozenset[int]) -> EndpointRecord:
+        """What `Client.device_aware_weighted` does in modes that weigh nothing."""
+        raise CallError(
+            "routing occupancy state not initialized for endpoint "
+            f"{self.home.instances.name}: make the client with RouterMode."
+            "DeviceAwareWeighted, LeastLoaded or PowerOfTwoChoices"
+        )
+
     def exactly(self, instance_id: int) -> Callable[[frozenset[int]], EndpointRecord]:
         """That instance, also if it is being avoided."""
 
@@ -223,7 +242,7 @@ class _Chooser:
 
     def _withdraw(self, instance_id: int) -> None:
         record = self.home.instances.get(instance_id)
-        self.withdrawn.add(record, self.home.inhibited_s)
+        self.withdrawn.add(record, self.home.config.inhibited_s)
 
     def _overload(self, instance_id: int, duration_s: float) -> None:
         self.overloaded.add(self.home.instances.get(instance_id), duration_s)
@@ -406,6 +425,29 @@ class Client(Unconstructible):
         choose = self._chooser.exactly(_check_id(instance_id))
         return self._call(choose, request, annotated, context, fixed=True)
 
+    def device_aware_weighted(
+        self,
+        request: Any,
+        annotated: bool | None = True,
+        context: Context | None = None,
+    ) -> asyncio.Future[AsyncResponseStream]:
+        """Call an instance chosen by load, for clients made with such a router mode.
+
+        ``DeviceAwareWeighted`` prefers accelerators, each worth as much as
+        ``DYN_ENCODER_CUDA_TO_CPU_RATIO`` CPUs; ``LeastLoaded`` and
+        ``PowerOfTwoChoices`` go by calls in flight alone.  Like `random` otherwise.
+
+        Raises:
+            CallError: as for `random`, or the client has another mode (from the future).
+        """
+        weighs = self._mode in (
+            RouterMode.PowerOfTwoChoices,
+            RouterMode.LeastLoaded,
+            RouterMode.DeviceAwareWeighted,
+        )
+        choose = self._by_mode() if weighs else self._chooser.not_weighted
+        return self._call(choose, request, annotated, context)
+
     def bidirectional(
         self,
         requests: Requests,
@@ -471,15 +513,14 @@ class Client(Unconstructible):
         )
 
     def _by_mode(self) -> Callable[[frozenset[int]], EndpointRecord]:
-        mode = int(self._mode)
         chooser = self._chooser
-        if mode in (int(RouterMode.RoundRobin), int(RouterMode.Direct)):
-            return chooser.round_robin
-        if mode == int(RouterMode.PowerOfTwoChoices):
-            return chooser.power_of_two
-        if mode in (int(RouterMode.LeastLoaded), int(RouterMode.DeviceAwareWeighted)):
-            return chooser.least_loaded
-        return chooser.random
+        return {
+            int(RouterMode.RoundRobin): chooser.round_robin,
+            int(RouterMode.Direct): chooser.round_robin,
+            int(RouterMode.PowerOfTwoChoices): chooser.power_of_two,
+            int(RouterMode.LeastLoaded): chooser.least_loaded,
+            int(RouterMode.DeviceAwareWeighted): chooser.device_aware,
+        }.get(int(self._mode), chooser.random)
 
     def _call(
         self,

@@ -55,6 +55,7 @@ class RuntimeConfig:
     device_type: str
 
     inhibited_s: float
+    device_ratio: int
     drain_timeout_s: float
     cancel_grace_s: float
     close_timeout_s: float
@@ -293,6 +294,7 @@ def from_env(
         codec=read.choice("DYN_REQUEST_PLANE_CODEC", "msgpack", ("msgpack", "json")),
         device_type=_device_type(env),
         inhibited_s=read.seconds("DYN_RUNTIME_INHIBITED_DURATION_SECS", 5.0),
+        device_ratio=read.whole("DYN_ENCODER_CUDA_TO_CPU_RATIO", 8, least=1),
         drain_timeout_s=read.seconds(
             "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 25.0
         ),

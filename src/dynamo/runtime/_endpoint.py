@@ -13,8 +13,10 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, final
 
+from dynamo.runtime._calls.first_token import FirstTokenSource
 from dynamo.runtime._calls.handlers import Handler
 from dynamo.runtime._calls.ingress import EndpointIngress
+from dynamo.runtime._calls.worker_type import WorkerType
 from dynamo.runtime._client import Client, ClientHome
 from dynamo.runtime._observability.metrics import RuntimeMetrics
 from dynamo.runtime._routing.policies import RouterMode
@@ -384,6 +386,32 @@ class Endpoint(Unconstructible):
     async def _unregister(self) -> tuple[()]:
         await unregister(self._home, self._name)
         return ()
+
+    def first_token_source(
+        self, worker_type: WorkerType
+    ) -> asyncio.Future[FirstTokenSource | None]:
+        """What tells of the first tokens that this worker makes.
+
+        Args:
+            worker_type: The stage of requests that this worker handles.
+
+        Returns:
+            A future of the source; of None for prefill and encode workers, which make
+            no tokens.
+
+        Raises:
+            TypeError: ``worker_type`` is no `WorkerType`.
+            RuntimeError: no loop is running.
+        """
+        if not isinstance(worker_type, WorkerType):
+            raise TypeError(
+                f"argument 'worker_type': '{type(worker_type).__name__}' object cannot "
+                "be converted to 'WorkerType'"
+            )
+        future = asyncio.get_running_loop().create_future()
+        makes_tokens = worker_type in (WorkerType.Decode, WorkerType.Aggregated)
+        future.set_result(FirstTokenSource._make(worker_type) if makes_tokens else None)
+        return future
 
     @property
     def metrics(self) -> RuntimeMetrics:

@@ -159,7 +159,7 @@ class _Core:
                     self.loop,
                     self.lane,
                     instances,
-                    self.config.inhibited_s,
+                    self.config,
                     self.run,
                 )
                 self._homes[name] = home

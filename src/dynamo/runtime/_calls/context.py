@@ -68,6 +68,7 @@ class ContextState:
         metadata: Text by text; sent along with calls made with this context.
         trace: Tracing headers to pass on, or None.
         span: What the context shows of its span, or None in a process without tracing.
+        has_first_token: True once the first token of the answer was noticed.
         deadline: `time.monotonic()` value by which the call must have ended, or None.
         noticed: True once the user's code has seen that the call should end.
         stopped: True once the call should end.
@@ -75,9 +76,11 @@ class ContextState:
     """
 
     __slots__ = (
+        "_on_first_token",
         "_on_kill",
         "_on_stop",
         "deadline",
+        "has_first_token",
         "id",
         "killed",
         "metadata",
@@ -101,6 +104,8 @@ class ContextState:
         self.trace = trace
         self.span = span
         self.deadline = deadline
+        self.has_first_token = False
+        self._on_first_token: list[Callable[[], None]] = []
         self.noticed = False
         self.stopped = False
         self.killed = False
@@ -118,6 +123,21 @@ class ContextState:
         self.killed = True
         self._on_stop.clear()  # the kill tells them more
         _tell(self._on_kill, killed=True)
+
+    def first_token(self) -> None:
+        """The answer has begun.  Again does nothing."""
+        if not self.has_first_token:
+            self.has_first_token = True
+            waiting, self._on_first_token = self._on_first_token, []
+            for listener in waiting:
+                listener()
+
+    def on_first_token(self, listener: Callable[[], None]) -> None:
+        """Have ``listener`` called once the answer has begun, or now if it has."""
+        if self.has_first_token:
+            listener()
+        else:
+            self._on_first_token.append(listener)
 
     def subscribe(self, listener: Callable[[bool], None]) -> None:
         """Have `listener(killed)` called when the state stops, or now if it has.
@@ -278,7 +298,11 @@ class Context(Sealed):
         return future
 
     def notify_first_token(self) -> None:
-        """Say that the first token was made.  May be repeated; has no effect here."""
+        """Say that the first token was made, for a `FirstTokenSource` bound to this.
+
+        May be repeated.  The runtime does it at the first item with data.
+        """
+        self._state.first_token()
 
     def detached(self, id: str) -> Context:  # noqa: A002 - the published name
         """Make a context that goes on when this one is stopped.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._calls.context import Context, ContextState
 from dynamo.runtime._calls.handlers import Handler, ShapeError
-from dynamo.runtime._calls.items import ItemError, encode_error, encode_item
+from dynamo.runtime._calls.items import ItemError, encode_error, encode_item, has_data
 from dynamo.runtime._calls.streams import (
     Inbox,
     PyAsyncRequestStream,
@@ -412,6 +412,7 @@ class _Run:
         """Send what the handler yields until it ends, fails, or nobody wants more."""
         unseen_bytes = 0
         told = False
+        silent = True
         try:
             async for value in iterator:
                 if self._over:
@@ -422,6 +423,8 @@ class _Run:
                     told = True
                     continue
                 body = self._item_of(value)
+                if silent:
+                    silent = self._note_first_token(value)
                 reply.item(body)
                 if reply.paused:
                     await self._until_writable(reply)
@@ -436,6 +439,13 @@ class _Run:
             self._handler_failed(reply, error)
         else:
             self._finish(reply)
+
+    def _note_first_token(self, value: object) -> bool:
+        """Whether the first item with data is still to come."""
+        assert self._state is not None
+        if not self._state.has_first_token and has_data(value):
+            self._state.first_token()
+        return not self._state.has_first_token
 
     def _item_of(self, value: object) -> bytes:
         if self._endpoint.handler.pushes:
@@ -526,6 +536,7 @@ class _Run:
             body = encode_item(self._codec, value)
         except ItemError as error:
             raise ValueError(str(error)) from error
+        self._note_first_token(value)
         self._start(self._reply)
         self._reply.item(body)
 

@@ -48,6 +48,15 @@ def encode_item(codec: str, value: object) -> bytes:
         raise ItemError(error_of_unsendable(str(error), codec)) from error
 
 
+def has_data(value: object) -> bool:
+    """Whether a yielded value carries a payload, in an envelope or not."""
+    if type(value) is Annotated:
+        return value.data() is not None
+    if isinstance(value, dict) and value.get(_MARK):
+        return value.get("data") is not None
+    return value is not None
+
+
 def encode_error(codec: str, error: ErrorObject) -> bytes:
     """The annotated map of an error item."""
     return encode_annotated(codec, event="error", error=error, has_data=False)

@@ -128,3 +128,22 @@ def choose_least_loaded(free: Sequence[C], load: Mapping[int, int], below: Below
     least = min(load.get(one.instance_id, 0) for one in free)
     ties = [one for one in free if load.get(one.instance_id, 0) == least]
     return ties[below(len(ties))]
+
+
+def choose_device_aware(
+    free: Sequence[C], load: Mapping[int, int], ratio: int, below: Below
+) -> C:
+    """The least loaded accelerator, or a CPU once the accelerators are busy enough.
+
+    One accelerator counts as much as ``ratio`` CPUs.  Whatever is not a CPU is an
+    accelerator.
+    """
+    cpus = [one for one in free if one.device_type == "cpu"]
+    accelerators = [one for one in free if one.device_type != "cpu"]
+    if not cpus or not accelerators:
+        return choose_least_loaded(free, load, below)
+    on_cpus = sum(load.get(one.instance_id, 0) for one in cpus)
+    on_accelerators = sum(load.get(one.instance_id, 0) for one in accelerators)
+    allowed = on_accelerators * len(cpus) // (ratio * len(accelerators))
+    group = cpus if on_cpus < allowed else accelerators
+    return choose_least_loaded(group, load, below)

@@ -1,0 +1,99 @@
+"""First tokens: who made one, told to whoever listens in this process.
+
+Owns the binding of a request to a source.  When a first token is there is said by the
+context: by the handler, or by the runtime at the first item with data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, final
+
+from dynamo.runtime._calls.context import Context
+from dynamo.runtime._sealed import Unconstructible
+
+if TYPE_CHECKING:
+    from dynamo.runtime._calls.worker_type import WorkerType
+
+_MAX_DP_RANK = 2**32 - 1
+
+
+class FirstToken(NamedTuple):
+    """A request has its first token."""
+
+    request_id: str
+    worker_type: WorkerType
+    dp_rank: int | None
+
+
+@final
+class FirstTokenSource(Unconstructible):
+    """Tells when bound requests have their first token; from `Endpoint`.
+
+    Example:
+        In a handler of a decode worker::
+
+            source.bind(context, dp_rank=0)
+            ...
+            context.notify_first_token()  # or simply yield the first item
+    """
+
+    __slots__ = ("_listeners", "_worker_type")
+
+    _worker_type: WorkerType
+    _listeners: list[Callable[[FirstToken], None]]
+
+    @classmethod
+    def _make(cls, worker_type: WorkerType) -> FirstTokenSource:
+        self = cls.__new__(cls)
+        self._worker_type = worker_type
+        self._listeners = []
+        return self
+
+    def bind(self, context: Context, dp_rank: int | None = None) -> None:
+        """Report the first token of a request, once.
+
+        Args:
+            context: The context of the request's handler.
+            dp_rank: Which data-parallel rank works on it, or None.
+
+        Raises:
+            TypeError: an argument of the wrong type.
+            OverflowError: a rank that is negative or over 32 bits.
+        """
+        if not isinstance(context, Context):
+            raise TypeError(
+                f"argument 'context': expected a Context, not {type(context).__name__}"
+            )
+        if dp_rank is not None:
+            _check_rank(dp_rank)
+        state = context._state
+        told = FirstToken(state.id, self._worker_type, dp_rank)
+        state.on_first_token(lambda: self._tell(told))
+
+    def subscribe(self, listener: Callable[[FirstToken], None]) -> Callable[[], None]:
+        """Have ``listener`` called for each first token, where it is noticed.
+
+        Returns:
+            What ends the subscription.
+        """
+        self._listeners.append(listener)
+
+        def unsubscribe() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return unsubscribe
+
+    def _tell(self, first_token: FirstToken) -> None:
+        for listener in list(self._listeners):
+            listener(first_token)
+
+
+def _check_rank(dp_rank: object) -> None:
+    if not isinstance(dp_rank, int):
+        raise TypeError(
+            f"argument 'dp_rank': expected an int, not {type(dp_rank).__name__}"
+        )
+    if not 0 <= dp_rank <= _MAX_DP_RANK:
+        raise OverflowError(f"dp_rank {dp_rank} is not from 0 to {_MAX_DP_RANK}")
