@@ -99,4 +99,4 @@ def test_sdist_has_what_a_packager_needs(sdist_names: set[str]):
 
 def test_sdist_has_no_stray_folders(sdist_names: set[str]):
     tops = {name.partition("/")[0] for name in sdist_names if "/" in name}
-    assert tops <= {"src", "tests", "examples", "docs", ".ci"}
+    assert tops <= {"src", "tests", "examples", "docs", "fuzz", "changes", ".ci"}
