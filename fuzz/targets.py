@@ -327,8 +327,14 @@ def value_in(data: bytes, codec: str) -> str:
     payload.genuine_can_decode(value)
     try:
         raw = payload.encode_value(value, codec)
-    except (TypeError, OverflowError, UnicodeEncodeError, ValueError) as error:
-        return f"{type(error).__name__} {str(error)[:16]}"
+    except OverflowError:
+        require(
+            codec == "json", "an integer that MessagePack itself cannot hold", value
+        )
+        return "OverflowError"
+    except ValueError as error:  # reading goes deeper than writing
+        require("nested more deeply" in str(error), "cannot be written", value, error)
+        return "nested"
     again = payload.encode_value(payload.decode_value(raw, codec), codec)
     require(again == raw, "written differently the second time", raw, again)
     return type(value).__name__

@@ -6,6 +6,7 @@ the user's: numpy and pydantic are looked up among the modules that are there al
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
 import enum
@@ -108,7 +109,10 @@ def encode_value(value: object, codec: str) -> bytes:
             return _encode_json_value(value)
         encoded = _encode_msgpack(value)
         if b"\xff" in encoded and _may_hold_timestamp(encoded):
-            encoded = _encode_msgpack(_to_builtins(value))
+            with contextlib.suppress(
+                TypeError
+            ):  # of an Ext, which no genuine peer reads
+                encoded = _encode_msgpack(_to_builtins(value))
         return encoded
     except RecursionError as error:
         raise ValueError(
