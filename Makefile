@@ -18,10 +18,10 @@ fix: setup      ## format, and apply the safe fixes of the linter
 .PHONY: constraints
 constraints: setup ## bring constraints.txt up to date
 	UV_PYTHON_DOWNLOADS=never .venv/bin/uv pip compile pyproject.toml \
-	  --universal --python-version 3.10 --all-extras --group dev --upgrade \
+	  --universal --python-version 3.10 --all-extras --group dev --group fuzz --upgrade \
 	  --no-header --no-annotate --quiet --output-file constraints.txt
 
-.PHONY: check integration faults interop conformance dist ci soak
+.PHONY: check integration faults interop conformance dist ci fuzz changes soak
 check: setup    ## format, lint, layers, spelling, dependencies, types, unit tests (< 60 s)
 	@$(steps) check
 integration: setup ## sockets, files, real etcd and NATS processes
@@ -36,5 +36,13 @@ dist: setup     ## build wheel and sdist in dist/ and look into them
 	@$(steps) dist
 ci: setup       ## all of the above, as ./run-tests does (< 15 min)
 	@$(steps) ci
-soak: setup     ## integration and faults in their long forms
-	@DYN_TEST_SCALE=$${DYN_TEST_SCALE:-10} $(steps) integration faults
+fuzz: setup     ## any bytes into every reader of the wire (DYN_FUZZ_SECONDS each)
+	@$(steps) fuzz
+changes: setup  ## what CHANGELOG.md will say of the fragments in changes/
+	@$(steps) changes
+soak: setup     ## integration, faults and fuzz in their long forms (hours)
+	@$(steps) soak
+
+.PHONY: changelog
+changelog: setup ## assemble changes/ into CHANGELOG.md, for a release
+	.venv/bin/towncrier build --yes --version "$$(.venv/bin/hatchling version)"

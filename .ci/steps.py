@@ -2,7 +2,8 @@
 
 The only place that knows what a step runs: the Makefile and ./run-tests call this.
 Every step has a time limit; what it leaves running is killed.  DYN_TEST_SCALE is the
-factor of the long forms: more work, and as much more time.
+factor of the long forms: more work, and as much more time.  DYN_FUZZ_SECONDS is the time
+for each target of fuzz/.  The step ``soak`` begins with long forms of both.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = Path(sys.executable).parent
-SCALE = float(os.environ.get("DYN_TEST_SCALE", "1"))
+LONG = "soak" in sys.argv[1:]
+SCALE = float(os.environ.get("DYN_TEST_SCALE", "10" if LONG else "1"))
+FUZZ_S = float(os.environ.get("DYN_FUZZ_SECONDS", "600" if LONG else "5"))
+MAX_FUZZ_TARGETS = 40
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
 
@@ -63,6 +67,13 @@ BUILD = Step("build", [sys.executable, "-m", "hatchling", "build", "-d", "dist"]
 CONFORMANCE = Step(
     "conformance", [sys.executable, "tests/conformance.py"], 420, counts=True
 )
+FUZZ = Step(
+    "fuzz",
+    [sys.executable, "-m", "fuzz", "--seconds", f"{FUZZ_S:g}"],
+    60 + MAX_FUZZ_TARGETS * (FUZZ_S + 2),
+    counts=True,
+)
+CHANGES = named("changes", tool("towncrier", "build", "--draft", "--version", "NEXT"))
 CHECK = [
     named("format", tool("ruff", "format", "--check", ".")),
     named("lint", tool("ruff", "check", ".")),
@@ -70,7 +81,11 @@ CHECK = [
     named("spelling", tool("codespell")),
     named("dependencies", tool("deptry", "src")),
     named("types", tool("mypy", limit_s=120)),
-    named("public types", tool("basedpyright", limit_s=120)),
+    named(
+        "public types",
+        tool("basedpyright", "--pythonpath", sys.executable, limit_s=120),
+    ),
+    CHANGES,
     tests("unit", "tests/unit", "src", "--doctest-modules", limit_s=120),
 ]
 DIST = [BUILD, tests("packaging", "tests/packaging", limit_s=120)]
@@ -85,8 +100,11 @@ GROUPS: dict[str, list[Step]] = {
     "check": CHECK,
     "dist": DIST,
     "conformance": [CONFORMANCE],
+    "fuzz": [FUZZ],
+    "changes": [CHANGES],
     **{name: [step] for name, step in TEST_FOLDERS.items()},
-    "ci": [*CHECK, *DIST, *TEST_FOLDERS.values(), CONFORMANCE],
+    "ci": [*CHECK, *DIST, *TEST_FOLDERS.values(), FUZZ, CONFORMANCE],
+    "soak": [TEST_FOLDERS["integration"], TEST_FOLDERS["faults"], FUZZ],
 }
 
 
@@ -102,6 +120,7 @@ def run_command(step: Step) -> tuple[int, list[str]]:
     process = subprocess.Popen(
         step.command,
         cwd=ROOT,
+        env={**os.environ, "DYN_TEST_SCALE": f"{SCALE:g}"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

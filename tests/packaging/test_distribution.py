@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("src", "tests", "examples", "docs", ".ci")
-NOT_OURS = {"__pycache__", "_build"}
+FOLDERS = ("src", "tests", "examples", "docs", "fuzz", "changes", ".ci")
+NOT_OURS = {"__pycache__", "_build", "findings"}
 TOP_FILES = {
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "LICENSE",
     "Makefile",
     "README.md",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.runtime._sealed import override
 from dynamo.runtime._wire.framing import FrameReader
+from dynamo.runtime._wire.two_part import TwoPartReader, encode_two_part
 from dynamo.runtime.errors import RemoteProtocolError
 
 
@@ -63,3 +66,19 @@ def test_broken_reader_stays_broken() -> None:
     with pytest.raises(RemoteProtocolError, match="broke the protocol"):
         reader.feed(b"\x01b")
     assert not reader.mid_frame
+
+
+def test_frame_that_trickles_in_takes_little_more_than_its_bytes() -> None:
+    size = 200_000
+    frame = encode_two_part(body=bytes(range(250)) * (size // 250))
+    reader = TwoPartReader()
+    tracemalloc.start()
+    try:
+        for at in range(0, size, 2):
+            assert reader.feed(frame[at : at + 2]) == []
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1.5 * size
+    (message,) = reader.feed(frame[size:])
+    assert message.body == frame[24:]

@@ -450,3 +450,9 @@ def test_values_of_every_length_form(codec: str) -> None:
     for size in itertools.chain(range(40), (255, 256, 65535, 65536)):
         assert sent("x" * size, codec) == "x" * size
         assert sent([0] * size, codec) == [0] * size
+
+
+@pytest.mark.parametrize("data", [b"ab", b"\xd7\xff", b"\xd6\xff", b"\xc7\x0c\xff"])
+def test_extension_travels_whatever_its_bytes_look_like(data: bytes) -> None:
+    value = [msgspec.msgpack.Ext(5, data)]
+    assert decode_value(encode_value(value, "msgpack"), "msgpack") == value

@@ -138,7 +138,8 @@ def test_file_name_round_trip(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["%", "a%2", "a%2gb", "%+1", "% 1", "%_1", "%FF", "\udcff", "%1é"]
+    "name",
+    ["%", "a%2", "a%2gb", "%+1", "% 1", "%_1", "%FF", "\udcff", "x\ud800", "%1é"],
 )
 def test_file_name_of_no_key(name: str) -> None:
     assert records.key_of_file_name(name) is None
@@ -176,6 +177,9 @@ def test_address_is_split(address: str, expected: TcpAddress, authority: str) ->
         "h:/p",
         "::1:80/p",
         "[]:80/p",
+        "[[::1]]:80/p",
+        "[h:80/p",
+        "h]:80/p",
         "h:8a/p",
         "h:-1/p",
         "h:\u0661/p",

@@ -12,6 +12,7 @@ from os.path import dirname as _dirname
 from os.path import join as _join
 
 from dynamo.runtime._calls.context import Context
+from dynamo.runtime._calls.handlers import RequestHandler
 from dynamo.runtime._calls.streams import PyAsyncRequestStream
 from dynamo.runtime._client import Client
 from dynamo.runtime._decorators import dynamo_endpoint, dynamo_worker
@@ -19,13 +20,16 @@ from dynamo.runtime._endpoint import Endpoint
 from dynamo.runtime._runtime import DistributedRuntime
 from dynamo.runtime._unary import UnaryClient, serve_unary_endpoint
 from dynamo.runtime._version import __version__
+from dynamo.runtime._wire.payload import JsonLike
 
 __all__ = [
     "Client",
     "Context",
     "DistributedRuntime",
     "Endpoint",
+    "JsonLike",
     "PyAsyncRequestStream",
+    "RequestHandler",
     "UnaryClient",
     "__version__",
     "dynamo_endpoint",

@@ -7,14 +7,41 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union
+
+from dynamo.runtime._wire.payload import JsonLike
 
 from dynamo.runtime._calls.threads import ThreadedGenerator
 
 if TYPE_CHECKING:
     from dynamo.runtime._calls.context import Context
     from dynamo.runtime._calls.streams import ResponseSender
+
+
+class _WithContext(Protocol):
+    def __call__(
+        self, request: Any, /, *, context: Context
+    ) -> AsyncIterator[JsonLike] | Iterator[JsonLike]: ...
+
+
+class _Pushing(Protocol):
+    def __call__(
+        self, request: Any, /, *, context: Context, response_sender: ResponseSender
+    ) -> AsyncIterator[JsonLike]: ...
+
+
+RequestHandler: TypeAlias = Union[  # noqa: UP007 - one per line
+    Callable[[Any], AsyncIterator[JsonLike] | Iterator[JsonLike]],
+    _WithContext,
+    _Pushing,
+]
+"""What `Endpoint.serve_endpoint` and its kind take.
+
+A function that is called with a request, of whatever type it expects, and that returns an
+iterator of items: as a rule an (async) generator function.  It may have parameters
+``context`` and, to push its items, also ``response_sender``.
+"""
 
 
 class ShapeError(Exception):

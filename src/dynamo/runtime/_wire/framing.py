@@ -2,7 +2,8 @@
 
 Owns the unfinished tail of a stream.  Knows no protocol: a reader says where its frames
 end.  Whole frames are sliced from the chunk they came in; only the tail is kept, as a
-list of chunks that is joined once, when the frame in it is complete.
+list of chunks that is joined when the frame in it is complete, and now and then before,
+because a chunk of few bytes takes many times as much memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ __all__ = ["Event", "FrameReader"]
 
 Event = TypeVar("Event")
 
+_MAX_LOOSE_PARTS = 512
+
 
 class FrameReader(ABC, Generic[Event]):
     """Base of the readers: feed it the bytes of a connection, in any pieces.
@@ -24,10 +27,11 @@ class FrameReader(ABC, Generic[Event]):
     piece that stood before the broken one are not delivered.
     """
 
-    __slots__ = ("_broken", "_held_bytes", "_needed_bytes", "_parts")
+    __slots__ = ("_broken", "_held_bytes", "_joined_parts", "_needed_bytes", "_parts")
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
+        self._joined_parts = 0
         self._held_bytes = 0
         self._needed_bytes = 0
         self._broken = False
@@ -47,9 +51,12 @@ class FrameReader(ABC, Generic[Event]):
             self._parts.append(data)
             self._held_bytes += len(data)
             if self._held_bytes < self._needed_bytes:
+                if len(self._parts) - self._joined_parts > _MAX_LOOSE_PARTS:
+                    self._join_loose_parts()
                 return []
             data = b"".join(self._parts)
             self._parts.clear()
+            self._joined_parts = 0
         events: list[Event] = []
         try:
             at, self._needed_bytes = self._cut(data, events)
@@ -72,6 +79,12 @@ class FrameReader(ABC, Generic[Event]):
                 f"the connection ended inside a frame, after {self._held_bytes} of at "
                 f"least {self._needed_bytes} bytes"
             )
+
+    def _join_loose_parts(self) -> None:
+        """Make one part of the latest ones; each byte is copied only once by this."""
+        at = self._joined_parts
+        self._parts[at:] = [b"".join(self._parts[at:])]
+        self._joined_parts += 1
 
     def _refuse_if_broken(self) -> None:
         """For the cutters of readers that can break: bytes after rubbish are rubbish."""

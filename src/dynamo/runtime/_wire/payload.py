@@ -6,11 +6,17 @@ the user's: numpy and pydantic are looked up among the modules that are there al
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import decimal
+import enum
 import math
 import sys
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, Union
 
 import msgspec
 
@@ -19,6 +25,53 @@ from dynamo.runtime._wire.faults import ErrorObject  # noqa: TC001
 from dynamo.runtime.errors import RemoteProtocolError
 
 Codec = Literal["msgpack", "json"]
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+class _Model(Protocol):
+    """A pydantic model."""
+
+    def model_dump(self) -> dict[str, Any]: ...
+
+
+class _Array(Protocol):
+    """A numpy array, or one of its scalars."""
+
+    def tolist(self) -> Any: ...
+
+
+JsonLike: TypeAlias = Union[  # noqa: UP007 - one per line
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    bytearray,
+    memoryview,
+    datetime.datetime,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    decimal.Decimal,
+    uuid.UUID,
+    enum.Enum,
+    msgspec.Struct,
+    Mapping[Any, object],
+    Sequence[object],
+    AbstractSet[object],
+    _Dataclass,
+    _Model,
+    _Array,
+    None,
+]
+"""A request or an item: any value that can travel.
+
+The members of containers are ``object``, because a TypedDict, which is the usual way to
+describe them, fits no narrower mapping; they are checked when the value is sent.
+"""
 
 # What the decoders raise for bytes that are not what they should be.  TypeError: a map as
 # the key of a map, in older releases of msgspec.
@@ -56,7 +109,10 @@ def encode_value(value: object, codec: str) -> bytes:
             return _encode_json_value(value)
         encoded = _encode_msgpack(value)
         if b"\xff" in encoded and _may_hold_timestamp(encoded):
-            encoded = _encode_msgpack(_to_builtins(value))
+            with contextlib.suppress(
+                TypeError
+            ):  # of an Ext, which no genuine peer reads
+                encoded = _encode_msgpack(_to_builtins(value))
         return encoded
     except RecursionError as error:
         raise ValueError(

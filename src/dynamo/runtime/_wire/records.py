@@ -90,7 +90,10 @@ def file_name_of_key(key: str) -> str:
 
 def key_of_file_name(name: str) -> str | None:
     """The key that a file name stands for, or None if it is no valid name."""
-    raw = name.encode("utf-8", "surrogateescape")
+    try:
+        raw = name.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # half a character, which Windows allows in names
+        return None
     head, *escaped = raw.split(b"%")
     out = bytearray(head)
     for piece in escaped:
@@ -153,7 +156,8 @@ def split_host_port(text: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         colon = ""
-    if not (colon and host and port.isascii() and port.isdigit()):
+    bare = bool(host) and "[" not in host and "]" not in host
+    if not (colon and bare and port.isascii() and port.isdigit()):
         raise RemoteProtocolError(
             f"Invalid TCP address '{text}': invalid socket address syntax"
         )
