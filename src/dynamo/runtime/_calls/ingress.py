@@ -364,6 +364,7 @@ class _Run:
             self._over = True
             _log.warning("and its sender cannot be told: %s", unreachable)
             return
+        self._codec = reply.codec
         reply.start()
         self._fail(reply, error_of_exception(ValueError(str(error))))
 
