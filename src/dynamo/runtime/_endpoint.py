@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dynamo.runtime._calls.ingress import Admission
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._discovery import DiscoveryBackend
+    from dynamo.runtime._transports.callhome_worker import Replies
     from dynamo.runtime._transports.tcp_server import RequestServer
     from dynamo.runtime._wire.callhome import RequestReceived
 
@@ -55,6 +56,8 @@ class EndpointHome(Protocol):
     def admission(self) -> Admission: ...
     @property
     def backend(self) -> DiscoveryBackend: ...
+    @property
+    def replies(self) -> Replies: ...
     @property
     def closing(self) -> bool: ...
 
@@ -125,7 +128,10 @@ class ServedEndpoint:
 
     def _take(self, request: RequestReceived) -> str:
         call = CallhomeCall(
-            self._home.loop, request, self._home.config.connect_timeout_s
+            self._home.loop,
+            request,
+            self._home.replies,
+            self._home.config.connect_timeout_s,
         )
         return self._ingress.offer(call)
 

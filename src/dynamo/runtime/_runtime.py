@@ -32,6 +32,7 @@ from dynamo.runtime._endpoint import Endpoint, ServedEndpoint
 from dynamo.runtime._observability.metrics import MetricsCallbacks
 from dynamo.runtime._sealed import Sealed
 from dynamo.runtime._transports.callhome_client import CallhomeClientLane
+from dynamo.runtime._transports.callhome_worker import Replies
 from dynamo.runtime._transports.connection import spawn
 from dynamo.runtime._transports.tcp_server import RequestServer, SharedServers
 from dynamo.runtime._wire.records import EndpointName, parse_endpoint_path
@@ -76,6 +77,7 @@ class _Core:
         self.backend = _new_backend(config)
         self.admission = Admission(config.worker_pool_size, config.work_queue_size)
         self.metrics = MetricsCallbacks()
+        self.replies = Replies()
         self.closing = False
         self._home = loop
         self._pid = os.getpid()
@@ -252,6 +254,9 @@ class _Core:
         if await self._all_idle(self.config.drain_timeout_s):
             return
         busy = {life.name: life.in_flight for life in self._served if life.in_flight}
+        if not busy:
+            _log.warning("callers have not read the end of their answers: closing")
+            return
         _log.warning(
             "still busy after %g s (DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS), "
             "stopping requests: %s",
@@ -266,23 +271,25 @@ class _Core:
         _log.error("requests did not end after they were stopped and cancelled")
 
     async def _all_idle(self, timeout_s: float) -> bool:
-        """Whether every endpoint became idle in time; a hurry ends the wait."""
-        idle = [spawn(self.loop, life.idle()) for life in self._served]
-        if not idle:
-            return True
-        everyone = asyncio.gather(*idle)
+        """Whether everything was answered in time; a hurry ends the wait."""
+        idle = spawn(self.loop, self._idle())
         hurry = spawn(self.loop, self._hurry.wait())
         try:
             await asyncio.wait(
-                (everyone, hurry),
+                (idle, hurry),
                 timeout=timeout_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            return everyone.done()
+            return idle.done()
         finally:
-            everyone.cancel()
+            idle.cancel()
             hurry.cancel()
-            await asyncio.gather(everyone, hurry, return_exceptions=True)
+            await asyncio.gather(idle, hurry, return_exceptions=True)
+
+    async def _idle(self) -> None:
+        for life in list(self._served):
+            await life.idle()
+        await self.replies.delivered()
 
     async def _close_parts(self) -> None:
         if self._unhook is not None:
@@ -294,6 +301,7 @@ class _Core:
         if self._server is not None:
             SharedServers.release(self._server)
             self._server = None
+        self.replies.abort()
         await self.backend.aclose()
 
 

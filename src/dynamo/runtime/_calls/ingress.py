@@ -371,6 +371,7 @@ class _Run:
             self._over = True
             _log.warning("and its sender cannot be told: %s", unreachable)
             return
+        self._codec = reply.codec
         self._fail(reply, error_of_exception(ValueError(str(error))))
 
     async def _answer(

@@ -140,8 +140,15 @@ class ReplyStream(Protocol):
     """Where the worker's side of a call sends its answer."""
 
     @property
+    def codec(self) -> str:
+        """In what items are encoded."""
+
+    @property
     def paused(self) -> bool:
-        """Whether the caller is behind and the handler should wait."""
+        """Whether the caller is behind and the handler should wait.
+
+        After `finish`: whether a part of the answer has not gone out yet.
+        """
 
     def start(self) -> None:
         """The handler runs."""

@@ -6,9 +6,10 @@ reports what the client sends there.  Knows nothing of handlers.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports import IncomingRequest
@@ -33,15 +34,15 @@ from dynamo.runtime._wire.callhome import (
 from dynamo.runtime._wire.propagation import read_trace, sent_by_ours
 from dynamo.runtime._wire.records import split_host_port
 from dynamo.runtime._wire.two_part import TwoPartReader
-from dynamo.runtime.errors import ConnectionFailed
+from dynamo.runtime.errors import ConnectionFailed, RemoteProtocolError
 
 if TYPE_CHECKING:
-    import asyncio
-
     from dynamo.runtime._transports import InputEvents, ReplyEvents
     from dynamo.runtime._wire.faults import ErrorObject
 
 _log = logging.getLogger("dynamo.runtime.callhome")
+
+P = TypeVar("P", bound=Connection)
 
 # How long a complete stream waits for the client to close, as in the genuine runtime:
 # closing at once while a late "stop" lies unread would reset items not yet read.
@@ -53,6 +54,43 @@ _MAX_CONTROL_BYTES = 1024 * 1024
 _CLOSE_TIMEOUT_S = 5.0
 
 
+class Replies:
+    """The open response connections of one worker, which outlive their requests.
+
+    A complete answer may still wait for a slow reader, and then for the client to close.
+    """
+
+    def __init__(self) -> None:
+        self._open: set[ReplyConnection] = set()
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def add(self, reply: ReplyConnection) -> None:
+        self._open.add(reply)
+
+    def discard(self, reply: ReplyConnection) -> None:
+        self._open.discard(reply)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Something was written, or cannot be any more."""
+        waiting, self._waiting = self._waiting, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def delivered(self) -> None:
+        """Wait until every complete answer has gone out."""
+        while any(reply.undelivered for reply in self._open):
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
+            await waiter
+
+    def abort(self) -> None:
+        """Close all of them at once."""
+        for reply in list(self._open):
+            reply.abort()
+
+
 class CallhomeCall:
     """One request that came over a worker's port (an `IncomingCall`)."""
 
@@ -60,12 +98,14 @@ class CallhomeCall:
         self,
         loop: asyncio.AbstractEventLoop,
         request: RequestReceived,
+        replies: Replies,
         connect_timeout_s: float,
     ) -> None:
         assert request.path is not None
         self.path = request.path
         self.headers: Mapping[str, str] = request.headers
         self._loop = loop
+        self._replies = replies
         self._payload = request.payload
         self._connect_timeout_s = connect_timeout_s
         self._control: ControlHeader | None = None
@@ -90,15 +130,12 @@ class CallhomeCall:
     async def open(self, events: ReplyEvents) -> ReplyConnection:
         if self._control is None:
             raise ConnectionFailed("the request does not say where the answer goes")
-        where = self._control.response
-        host, port = split_host_port(where.address)
-        codec = self._control.codec
-        return await connect(
-            self._loop,
-            lambda: ReplyConnection(self._loop, where.subject, codec, events),
-            host,
-            port,
-            self._connect_timeout_s,
+        where, codec = self._control.response, self._control.codec
+        return await self._dial(
+            where.address,
+            lambda: ReplyConnection(
+                self._loop, self._replies, where.subject, codec, events
+            ),
         )
 
     async def open_input(self, events: InputEvents) -> InputConnection:
@@ -107,15 +144,20 @@ class CallhomeCall:
             raise ConnectionFailed(
                 "the request does not say where its input comes from"
             )
-        host, port = split_host_port(control.request_stream.address)
-        subject, codec = control.request_stream.subject, control.codec
-        return await connect(
-            self._loop,
-            lambda: InputConnection(self._loop, subject, codec, events),
-            host,
-            port,
-            self._connect_timeout_s,
+        where, codec = control.request_stream, control.codec
+        return await self._dial(
+            where.address,
+            lambda: InputConnection(self._loop, where.subject, codec, events),
         )
+
+    async def _dial(self, address: str, factory: Callable[[], P]) -> P:
+        try:
+            host, port = split_host_port(address)
+        except RemoteProtocolError as error:
+            raise ConnectionFailed(
+                str(error), facts={"reason": "the client announced no host:port"}
+            ) from error
+        return await connect(self._loop, factory, host, port, self._connect_timeout_s)
 
 
 class InputConnection(Connection):
@@ -178,6 +220,7 @@ class ReplyConnection(Connection):
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        replies: Replies,
         subject: str,
         codec: str,
         events: ReplyEvents,
@@ -185,13 +228,24 @@ class ReplyConnection(Connection):
         super().__init__(loop)
         self._subject = subject
         self._codec = codec
+        self._replies = replies
         self._events = events
         self._reader = TwoPartReader(_MAX_CONTROL_BYTES)
         self._started = False
         self._finished = False
+        self._peer_finished = False
         self._timer: asyncio.TimerHandle | None = None
 
     # ReplyStream
+
+    @property
+    def codec(self) -> str:
+        return self._codec
+
+    @property
+    def undelivered(self) -> bool:
+        """Complete, and not yet handed to the socket as a whole."""
+        return self._finished and self.paused
 
     def start(self) -> None:
         self._started = True
@@ -212,7 +266,16 @@ class ReplyConnection(Connection):
         self.send(SENTINEL)
         self.flush()
         self._finished = True
-        self._again_in(_CLIENT_CLOSE_TIMEOUT_S, self.abort)
+        if self._peer_finished:
+            self.close()
+        else:
+            # A slow reader may need any time for what lies in our buffer.
+            self.pause_until_written()
+            self._await_client()
+
+    def _await_client(self) -> None:
+        if not self.paused:
+            self._again_in(_CLIENT_CLOSE_TIMEOUT_S, self.abort)
 
     def drop(self) -> None:
         self._finished = True
@@ -224,6 +287,7 @@ class ReplyConnection(Connection):
 
     @override
     def opened(self) -> None:
+        self._replies.add(self)
         self.send(encode_handshake(self._subject))
 
     @override
@@ -236,6 +300,7 @@ class ReplyConnection(Connection):
     def peer_finished(self) -> bool:
         if self._finished:
             return False
+        self._peer_finished = True
         # FIN is no cancellation: a client may have nothing more to say.  But if it has
         # gone, a silent handler would never know; an empty frame, which every reader
         # skips, makes the kernel of a vanished client answer with a reset.
@@ -261,8 +326,12 @@ class ReplyConnection(Connection):
             self._timer.cancel()
         if not self._finished:
             self._events.on_stop(killed=True)
+        self._replies.discard(self)
         self._events.on_writable()
 
     @override
     def writable(self) -> None:
+        if self._finished and self.is_open:
+            self._await_client()
+            self._replies.look_again()
         self._events.on_writable()

@@ -27,6 +27,7 @@ P = TypeVar("P", bound="Connection")
 _EARLY_FRAMES = 16
 _EARLY_BYTES = 64 * 1024
 _HIGH_WATER = 256 * 1024
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 3}
 
 
 def spawn(
@@ -68,7 +69,10 @@ class Connection(asyncio.Protocol):
         return False
 
     def lost(self, error: Exception | None) -> None:
-        """The connection has gone; called once, after `opened`."""
+        """The connection has gone; called once, after `opened`.
+
+        ``_out`` holds the frames that were never handed to the socket.
+        """
 
     def writable(self) -> None:
         """``paused`` became False."""
@@ -104,7 +108,7 @@ class Connection(asyncio.Protocol):
     def flush(self) -> None:
         """Hand everything queued to the socket."""
         out = self._out
-        if not out or self._transport is None:
+        if not out or self._transport is None or self._transport.is_closing():
             return
         if self._transport.is_closing():
             # A send has failed; `lost` follows.  Transports complain if one goes on.
@@ -114,6 +118,17 @@ class Connection(asyncio.Protocol):
         self._out = []
         self._out_bytes = 0
         self._transport.write(data)
+
+    def pause_until_written(self) -> None:
+        """Be ``paused`` from now on while anything at all is left in our buffer."""
+        if self._transport is not None:
+            self._transport.set_write_buffer_limits(high=0)
+
+    def send_eof(self) -> None:
+        """Send what is queued, then FIN; go on receiving."""
+        self.flush()
+        if self._transport is not None and self._transport.can_write_eof():
+            self._transport.write_eof()
 
     def pause_reading(self) -> None:
         """Take no more bytes from the socket."""
@@ -152,6 +167,7 @@ class Connection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _keep_alive(sock)
         self.opened()
 
     @override
@@ -166,14 +182,19 @@ class Connection(asyncio.Protocol):
 
     @override
     def eof_received(self) -> bool:
-        return self.peer_finished()
+        if self.peer_finished():
+            return True
+        # The transport closes now: what is still queued will never go out.
+        self._closing = True
+        return False
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = True
         self._transport = None
-        self._out.clear()
+        self.paused = False
         self.lost(exc)
+        self._out.clear()
 
     @override
     def pause_writing(self) -> None:
@@ -183,6 +204,15 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self.paused = False
         self.writable()
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Notice within a minute that the peer's machine, or the way there, is gone."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+        number = getattr(socket, option, None)
+        if number is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, number, value)
 
 
 async def connect(
@@ -255,9 +285,19 @@ async def listen(
     # Accepted connections inherit the context in which the server was made.
     task = spawn(loop, serving)
     try:
-        server = await task
+        # A server that comes to stand just as the caller is cancelled must not leak.
+        server = await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_abandon_server)
+        raise
     except OSError as error:
         raise CannotListen(
             f"cannot listen on {host}:{port} ({settings}): {error.strerror or error}"
         ) from error
     return server, int(server.sockets[0].getsockname()[1])
+
+
+def _abandon_server(task: asyncio.Task[asyncio.Server]) -> None:
+    """Close a server that nobody waited for any more."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()

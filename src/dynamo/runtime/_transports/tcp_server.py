@@ -6,10 +6,11 @@ nothing about a request: whoever serves the path answers with the text of the ac
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import Connection, listen
@@ -22,9 +23,6 @@ from dynamo.runtime._wire.callhome import (
     too_large_text,
     unknown_endpoint_text,
 )
-
-if TYPE_CHECKING:
-    import asyncio
 
 _log = logging.getLogger("dynamo.runtime.server")
 
@@ -54,23 +52,27 @@ class RequestServer:
         self.frame_timeout_s = frame_timeout_s
         self._served: dict[str, Serve] = {}
         self._server: asyncio.Server | None = None
+        self._port = 0
+        self._starting = asyncio.Lock()
         self._connections: weakref.WeakSet[_RequestConnection] = weakref.WeakSet()
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and return the real port.
+        """Listen, if not done before, and return the real port.
 
         Raises:
             CannotListen: the address cannot be bound.
         """
-        self._server, real_port = await listen(
-            self.loop,
-            lambda: _RequestConnection(self),
-            host,
-            port,
-            backlog=_BACKLOG,
-            settings="DYN_TCP_RPC_HOST, DYN_TCP_RPC_PORT",
-        )
-        return real_port
+        async with self._starting:
+            if self._server is None:
+                self._server, self._port = await listen(
+                    self.loop,
+                    lambda: _RequestConnection(self),
+                    host,
+                    port,
+                    backlog=_BACKLOG,
+                    settings="DYN_TCP_RPC_HOST, DYN_TCP_RPC_PORT",
+                )
+        return self._port
 
     def serve(self, path: str, serve: Serve) -> None:
         """Send requests for ``path`` to ``serve``; a later one replaces an earlier."""
@@ -131,16 +133,20 @@ class SharedServers:
         """
         key = (id(loop), host, port)
         server, users = cls._open.get(key, (None, 0))
-        if server is not None and port != 0:
-            cls._open[key] = (server, users + 1)
-            return server, port
-        server = RequestServer(
-            loop, max_message_bytes=max_message_bytes, frame_timeout_s=frame_timeout_s
-        )
-        real_port = await server.start(host, port)
+        if server is None:
+            server = RequestServer(
+                loop,
+                max_message_bytes=max_message_bytes,
+                frame_timeout_s=frame_timeout_s,
+            )
         if port != 0:
-            cls._open[key] = (server, 1)
-        return server, real_port
+            # Before it listens: a second runtime may come meanwhile.
+            cls._open[key] = (server, users + 1)
+        try:
+            return server, await server.start(host, port)
+        except BaseException:
+            cls.release(server)
+            raise
 
     @classmethod
     def release(cls, server: RequestServer) -> None:
@@ -178,10 +184,7 @@ class _RequestConnection(Connection):
             self._stop_watching()
         for event in events:
             if isinstance(event, RequestTooLarge):
-                text = too_large_text(event.size_bytes, event.max_bytes)
-                _log.warning("request from %s refused: %s", self.peer, text)
-                self.send(encode_ack(text))
-                self.close()
+                self._refuse_too_large(event)
                 return
             self.send(encode_ack(self._owner.answer(event)))
         if self.paused:
@@ -204,6 +207,18 @@ class _RequestConnection(Connection):
         _log.warning("closing the connection with %s: it speaks %s", self.peer, what)
         self.abort()
         return True
+
+    def _refuse_too_large(self, event: RequestTooLarge) -> None:
+        """Answer and close our half; the reader ignores what still comes.
+
+        Closing at once, with the rest of the frame unread, would be a reset, which can
+        overtake the answer.
+        """
+        text = too_large_text(event.size_bytes, event.max_bytes)
+        _log.warning("request from %s refused: %s", self.peer, text)
+        self.send(encode_ack(text))
+        self.send_eof()
+        self._deadline = self._loop.call_later(self._owner.frame_timeout_s, self.abort)
 
     def _watch_frame(self) -> None:
         """Time frames from their first byte: pools connect long before they send."""
