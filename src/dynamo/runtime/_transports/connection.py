@@ -12,7 +12,7 @@ import contextvars
 import logging
 import socket
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from dynamo.runtime._sealed import override
 from dynamo.runtime.errors import CannotListen, ConnectionFailed, ProtocolError
@@ -142,7 +142,8 @@ class Connection(asyncio.Protocol):
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        # Not an instance of anything: the transports of uvloop have no asyncio bases.
+        transport = cast("asyncio.Transport", transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=_HIGH_WATER)
         sock = transport.get_extra_info("socket")
