@@ -177,6 +177,9 @@ class _Side(asyncio.Protocol):
 
     def _cut_now(self) -> None:
         if self.cut.silent:
+            if self._finished:
+                # The sender may go; the other side hears nothing of it.
+                self.end(reset=False)
             return
         assert self.other is not None
         self.other.end(reset=self.cut.reset)
