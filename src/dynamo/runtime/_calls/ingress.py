@@ -301,8 +301,8 @@ class _Run:
 
     def _report_stubborn(self) -> None:
         _log.error(
-            "handler %s of %s does not end: it was stopped, then cancelled, and %g s "
-            "later still runs; does it swallow CancelledError?",
+            "handler %s of %s does not end: it was cancelled or closed, and %g s later "
+            "still runs; does it swallow CancelledError, or wait in a 'finally'?",
             self._endpoint.handler.name,
             self._endpoint.path,
             self._endpoint.config.close_timeout_s,
@@ -474,10 +474,12 @@ class _Run:
         aclose: Callable[[], Any] | None = getattr(iterator, "aclose", None)
         if aclose is None:
             return
-        if self._timer is None:
-            self._timer = self._loop.call_later(
-                self._endpoint.config.close_timeout_s, self._report_stubborn
-            )
+        if self._timer is not None:
+            # What is left of a grace must not cut a cleanup short.
+            self._timer.cancel()
+        self._timer = self._loop.call_later(
+            self._endpoint.config.close_timeout_s, self._report_stubborn
+        )
         try:
             await aclose()
         except Exception:  # noqa: BLE001 - the user's cleanup may raise anything

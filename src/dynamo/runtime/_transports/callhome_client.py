@@ -188,14 +188,14 @@ class _HostPool:
         self._port = address.port
         self._connections: list[_RequestConnection] = []
         self._turn = 0
-        self._opening: asyncio.Task[None] | None = None
+        self._opening: asyncio.Task[_RequestConnection] | None = None
         self._wanting_room: list[asyncio.Future[None]] = []
 
     async def connection(self) -> _RequestConnection:
         """A connection with room for one more request.
 
         Raises:
-            ConnectionFailed: none could be made.
+            ConnectionFailed: none could be made, or it was closed at once.
         """
         self.used_at = self.loop.time()
         while True:
@@ -203,9 +203,18 @@ class _HostPool:
             if ready is not None:
                 return ready
             if len(self._connections) < self.config.pool_size:
-                await self._open_one()
+                opened = await self._open_one()
+                if not opened.is_open:
+                    # Whoever accepts and closes would be called again and again.
+                    raise self._failed("it was closed as soon as it stood")
             else:
                 await self._wait_for_room()
+
+    def _failed(self, reason: str) -> ConnectionFailed:
+        return ConnectionFailed(
+            f"Unavailable: TCP connection to {self.authority} failed",
+            facts={"address": self.authority, "reason": reason},
+        )
 
     def _next_usable(self) -> _RequestConnection | None:
         count = len(self._connections)
@@ -216,7 +225,7 @@ class _HostPool:
                 return candidate
         return None
 
-    async def _open_one(self) -> None:
+    async def _open_one(self) -> _RequestConnection:
         """Open one connection, whatever the number of callers that want it."""
         if self._opening is None:
             self._opening = spawn(self.loop, self._open())
@@ -231,8 +240,9 @@ class _HostPool:
             raise ConnectionFailed(str(error), facts=dict(error.facts)) from error
         if error is not None:
             raise error
+        return opening.result()
 
-    async def _open(self) -> None:
+    async def _open(self) -> _RequestConnection:
         async with self._lane.connecting:
             connection = await connect(
                 self.loop,
@@ -241,9 +251,11 @@ class _HostPool:
                 self._port,
                 self.config.connect_timeout_s,
             )
-        self._connections.append(connection)
+        if connection.is_open:
+            self._connections.append(connection)
+        return connection
 
-    def _opened(self, task: asyncio.Task[None]) -> None:
+    def _opened(self, task: asyncio.Task[_RequestConnection]) -> None:
         self._opening = None
         if not task.cancelled():
             task.exception()

@@ -1,0 +1,119 @@
+"""A worker runtime and a client runtime of one process, with a relay each way between.
+
+The client finds the worker behind ``link.requests`` and announces an address behind
+``link.answers``, so that a test can disturb either connection of a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+from relay import Relay, relay_to, until
+
+from dynamo.runtime import Client, DistributedRuntime
+from dynamo.runtime._wire.records import (
+    INSTANCES,
+    EndpointName,
+    EndpointRecord,
+    encode_record,
+    tcp_address,
+)
+
+NAME = EndpointName("t", "w", "e")
+PATH = "t.w.e"
+
+
+class Link:
+    """What `linked` hands out.
+
+    Attributes:
+        worker: Its runtime.
+        caller: The client's runtime.
+        client: A client of the one endpoint.
+        requests: The relay on the way to the worker's port.
+        answers: The relay on the way to the client's response listener.
+    """
+
+    worker: DistributedRuntime
+    caller: DistributedRuntime
+    client: Client
+    requests: Relay
+    answers: Relay
+    serving: asyncio.Future[tuple[()]]
+
+    @property
+    def record(self) -> EndpointRecord:
+        """The worker as the client finds it."""
+        core = self.worker._core
+        instance_id = core.backend.connection_id
+        path = f"{instance_id:x}/t/w/e"
+        return EndpointRecord(
+            name=NAME,
+            instance_id=instance_id,
+            transport_kind="tcp",
+            address=tcp_address("127.0.0.1", self.requests.port, path),
+            device_type="cpu",
+            codec="msgpack",
+            ours=True,
+        )
+
+    async def publish(self) -> None:
+        backend = self.caller._core.backend
+        record = self.record
+        await backend.register(INSTANCES, record.key, encode_record(record))
+
+    async def call(self, request: object = None, **options: Any) -> Any:
+        """Call the worker, also while the client avoids it after a fault."""
+        instance_id = self.record.instance_id
+        return await self.client.direct(
+            request, instance_id, annotated=False, **options
+        )
+
+    async def cut_requests(self) -> None:
+        """Cut the pooled request connections; the client has noticed on return."""
+        self.requests.break_all()
+        pools = self.caller._core.lane._pools.values()
+        await until(lambda: not any(pool._connections for pool in pools))
+
+
+async def closed(runtime: DistributedRuntime) -> None:
+    runtime.shutdown()
+    await asyncio.wait_for(runtime._core.closed(), 5)
+
+
+@contextlib.asynccontextmanager
+async def linked(handler: Any, **settings: Any) -> AsyncIterator[Link]:
+    """Serve the handler, and have a client that calls it through two relays.
+
+    Args:
+        handler: What is served.
+        settings: Members of both runtimes' `RuntimeConfig` to replace.
+    """
+    loop = asyncio.get_running_loop()
+    link = Link()
+    link.worker = DistributedRuntime(loop, "mem", "tcp")
+    link.caller = DistributedRuntime(loop, "mem", "tcp")
+    for runtime in (link.worker, link.caller):
+        core = runtime._core
+        core.config = dataclasses.replace(core.config, **settings)
+    link.serving = link.worker.endpoint(PATH).serve_endpoint(handler)
+    _, _, worker_port = await link.worker._core.request_server()
+    listener = link.caller._core.lane.listener
+    await listener.start()
+    answer_port = int(listener.address.rpartition(":")[2])
+    async with relay_to(worker_port) as requests, relay_to(answer_port) as answers:
+        link.requests, link.answers = requests, answers
+        listener.address = f"127.0.0.1:{answers.port}"
+        await link.publish()
+        link.client = await link.caller.endpoint(PATH).client()
+        await link.client.wait_for_instances(timeout=5)
+        try:
+            yield link
+        finally:
+            await closed(link.caller)
+            await closed(link.worker)
+            await link.serving
