@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import os
 import socket
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
@@ -142,6 +144,12 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def let_go(self) -> None:
+        """In a forked child: give up our share of the socket."""
+        # One that is closing may be closed already, its number somebody else's.
+        if self._transport is not None and not self._transport.is_closing():
+            _let_go(self._transport.get_extra_info("socket"))
+
     # asyncio.Protocol
 
     @override
@@ -152,6 +160,7 @@ class Connection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _connections.add(self)
         self.opened()
 
     @override
@@ -183,6 +192,35 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self.paused = False
         self.writable()
+
+
+# Everything open in this process, for the moment in which it is forked.
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_servers: weakref.WeakSet[asyncio.Server] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child that kept our sockets would hide the death of this process from peers."""
+    for connection in list(_connections):
+        connection.let_go()
+    for server in list(_servers):
+        for listener in server.sockets:
+            _let_go(listener)
+    _connections.clear()
+    _servers.clear()
+
+
+def _let_go(sock: Any) -> None:
+    """Close a socket under its owner, who keeps a number that is safe to close."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    try:
+        os.dup2(nothing, sock.fileno(), inheritable=False)
+    finally:
+        os.close(nothing)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 async def connect(
@@ -260,4 +298,5 @@ async def listen(
         raise CannotListen(
             f"cannot listen on {host}:{port} ({settings}): {error.strerror or error}"
         ) from error
+    _servers.add(server)
     return server, int(server.sockets[0].getsockname()[1])
