@@ -48,14 +48,9 @@ def install(
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    pid = os.getpid()
     previous: dict[signal.Signals, Any] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != pid:
-            # A forked child inherits the handler, not the runtime behind it.
-            die_by(signal.Signals(number))
-            return
         react(signal.Signals(number))
 
     def restore() -> None:
@@ -64,13 +59,34 @@ def install(
         for signum, before in previous.items():
             if signal.getsignal(signum) is handle:
                 signal.signal(signum, before)
+        previous.clear()
+        _installed.discard(restore)
 
     for signum in signums:
         before = signal.getsignal(signum)
         if _is_default(signum, before):
             previous[signum] = before
             signal.signal(signum, handle)
+    if previous:
+        _installed.add(restore)
     return restore
+
+
+# What puts handlers back that are in place now, for the moment of a fork.
+_installed: set[Restore] = set()
+
+
+def _after_fork() -> None:
+    """A forked child has the handlers, but not the runtime behind them."""
+    if _installed:
+        # Else the loop of the parent hears of the child's signals (before 3.12).
+        signal.set_wakeup_fd(-1)
+    for restore in list(_installed):
+        restore()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def die_by(signum: signal.Signals) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import os
 import socket
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
@@ -108,11 +110,10 @@ class Connection(asyncio.Protocol):
     def flush(self) -> None:
         """Hand everything queued to the socket."""
         out = self._out
-        if not out or self._transport is None or self._transport.is_closing():
+        if not out or self._transport is None:
             return
         if self._transport.is_closing():
             # A send has failed; `lost` follows.  Transports complain if one goes on.
-            self._closing = True
             return
         data = out[0] if len(out) == 1 else b"".join(out)
         self._out = []
@@ -157,6 +158,12 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def let_go(self) -> None:
+        """In a forked child: give up our share of the socket."""
+        # One that is closing may be closed already, its number somebody else's.
+        if self._transport is not None and not self._transport.is_closing():
+            _let_go(self._transport.get_extra_info("socket"))
+
     # asyncio.Protocol
 
     @override
@@ -168,6 +175,7 @@ class Connection(asyncio.Protocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _keep_alive(sock)
+        _connections.add(self)
         self.opened()
 
     @override
@@ -213,6 +221,35 @@ def _keep_alive(sock: socket.socket) -> None:
         number = getattr(socket, option, None)
         if number is not None:
             sock.setsockopt(socket.IPPROTO_TCP, number, value)
+
+
+# Everything open in this process, for the moment in which it is forked.
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_servers: weakref.WeakSet[asyncio.Server] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child that kept our sockets would hide the death of this process from peers."""
+    for connection in list(_connections):
+        connection.let_go()
+    for server in list(_servers):
+        for listener in server.sockets:
+            _let_go(listener)
+    _connections.clear()
+    _servers.clear()
+
+
+def _let_go(sock: Any) -> None:
+    """Close a socket under its owner, who keeps a number that is safe to close."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    try:
+        os.dup2(nothing, sock.fileno(), inheritable=False)
+    finally:
+        os.close(nothing)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 async def connect(
@@ -294,6 +331,7 @@ async def listen(
         raise CannotListen(
             f"cannot listen on {host}:{port} ({settings}): {error.strerror or error}"
         ) from error
+    _servers.add(server)
     return server, int(server.sockets[0].getsockname()[1])
 
 
