@@ -193,10 +193,14 @@ async def test_a_record_comes_and_goes_within_the_poll(store: Store) -> None:
     assert time.monotonic() - started < 1.0
 
 
+async def stop_watching(backend: FileBackend) -> None:
+    backend._stop_watching()
+
+
 async def test_own_changes_arrive_without_a_poll(store: Store) -> None:
     backend = store.backend()
     view = await InstanceSet.open(backend, NAME)
-    backend._polling.cancel()  # type: ignore[union-attr]
+    await backend._in_thread(stop_watching(backend))
     await backend.register(INSTANCES, KEY, encode_record(record(7)))
     assert ids(view) == [7]
     await backend.unregister(INSTANCES, KEY)
@@ -709,7 +713,7 @@ async def test_a_thousand_watches_leave_nothing_behind(store: Store) -> None:
     backend = store.backend()
     for _ in range(1000):
         (await backend.watch(INSTANCES, "", lambda batch: None)).close()
-    await eventually(lambda: backend._polling is None)
+    await eventually(lambda: backend._checking is None)
     assert not backend._buckets[INSTANCES].watched
     seen: list[list[KeyChange]] = []
     await backend.watch(INSTANCES, "", seen.append)

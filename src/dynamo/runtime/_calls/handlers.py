@@ -10,9 +10,8 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union
 
-from dynamo.runtime._wire.payload import JsonLike
-
 from dynamo.runtime._calls.threads import ThreadedGenerator
+from dynamo.runtime._wire.payload import JsonLike
 
 if TYPE_CHECKING:
     from dynamo.runtime._calls.context import Context

@@ -9,8 +9,9 @@ A *prefix* ends at a ``/``: ``a/b`` selects ``a/b`` and ``a/b/c``, never ``a/bc`
 trailing ``/`` makes no difference, and the empty prefix selects everything.
 
 Modules: ``memory`` and ``file`` are backends (``directory`` is what ``file`` knows about
-one directory), ``liveness`` is the thread that keeps records alive, ``watching`` carries
-changes to the loop that asked for them, ``instances`` is the live view of one endpoint.
+one directory, ``inotify`` tells that there is news), ``liveness`` is the thread that
+keeps records alive, ``watching`` carries changes to the loop that asked for them,
+``instances`` is the live view of one endpoint.
 """
 
 from __future__ import annotations

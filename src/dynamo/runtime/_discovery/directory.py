@@ -21,6 +21,7 @@ from dynamo.runtime.errors import DiscoveryError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Set as AbstractSet
     from pathlib import Path
 
 if sys.platform != "win32":
@@ -28,7 +29,7 @@ if sys.platform != "win32":
 
 _log = logging.getLogger("dynamo.runtime.discovery")
 
-_TMP_PREFIX = ".tmp_"
+TMP_PREFIX = ".tmp_"
 # A record takes some hundred bytes and a model card some thousand.
 _MAX_RECORD_BYTES = 16 * 2**20
 # Files re-read per full look although only their mtime changed: heals what somebody
@@ -152,7 +153,7 @@ class Directory:
         """
         target = self.path / file_name_of_key(key)
         self._make_room(target)
-        staged = self.path / f"{_TMP_PREFIX}{secrets.token_hex(8)}"
+        staged = self.path / f"{TMP_PREFIX}{secrets.token_hex(8)}"
         descriptor = os.open(staged, _CREATE, 0o666)
         try:
             try:
@@ -219,8 +220,11 @@ class Directory:
             return None
         return status.st_ino, status.st_mtime_ns
 
-    def look(self, *, full: bool) -> None:
-        """Take note of new and removed files; a full look examines all of them."""
+    def look(self, *, full: bool, written: AbstractSet[str] = frozenset()) -> None:
+        """Take note of new and removed files; a full look examines all of them.
+
+        Those of the names ``written`` are examined too, and read again.
+        """
         now = self._clock.monotonic()
         names: set[str] = set()
         try:
@@ -228,12 +232,15 @@ class Directory:
                 for entry in entries:
                     names.add(entry.name)
                     known = self._files.get(entry.name)
-                    if full or known is None or known.inode != entry.inode():
+                    again = full or entry.name in written
+                    if again or known is None or known.inode != entry.inode():
                         self._examine(entry, now)
         except FileNotFoundError:
             names.clear()
         for name in self._files.keys() - names:
             del self._files[name]
+        for name in self._files.keys() & written:
+            self._files[name].value = None
         self._warned &= names
         self._looked_at = now
 
@@ -320,7 +327,7 @@ class Directory:
         return max(0.0, (self._clock.wall_ns() - status.st_mtime_ns) / 1e9)
 
     def _key_of(self, name: str) -> str | None:
-        if name.startswith(_TMP_PREFIX):
+        if name.startswith(TMP_PREFIX):
             return None
         key = key_of_file_name(name)
         if key is None:
@@ -328,6 +335,9 @@ class Directory:
         return key
 
     def _read(self, name: str, file: _File) -> None:
+        if not file.size:
+            # Just made by somebody who writes it in place, which is about to follow.
+            return
         if file.size > _MAX_RECORD_BYTES:
             self._warn_once(
                 name, f"it has {file.size} bytes, over the limit of {_MAX_RECORD_BYTES}"

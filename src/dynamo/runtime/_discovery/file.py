@@ -11,10 +11,11 @@ import logging
 import secrets
 import time
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dynamo.runtime._discovery import KeyChange
-from dynamo.runtime._discovery.directory import Clock, Directory, Lock
+from dynamo.runtime._discovery.directory import TMP_PREFIX, Clock, Directory, Lock
 from dynamo.runtime._discovery.liveness import LEFT, Liveness
 from dynamo.runtime._discovery.watching import LoopWatch, Prefix
 from dynamo.runtime.errors import DiscoveryError, RuntimeClosed
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dynamo.runtime._discovery import OnChange, Watch
+    from dynamo.runtime._discovery.inotify import Following, Notifier
 
 _T = TypeVar("_T")
 
@@ -31,6 +33,7 @@ _log = logging.getLogger("dynamo.runtime.discovery")
 
 _LOCK_ATTEMPTS = 100
 _LOCK_RETRY_S = 0.011
+# Where the system does not tell of changes; where it does, nothing is polled.
 _POLL_S = 0.025
 # File times can be coarse: a change just after a listing may leave the same stamp.
 _SETTLE_S = 0.05
@@ -69,11 +72,14 @@ class FileBackend:
         self._root = root
         self._ttl_s = ttl_s
         self._refresh_s = ttl_s / 3 if refresh_s is None else refresh_s
+        self._full_look_s = min(_FULL_LOOK_S, self._refresh_s)
         self._clock = clock or Clock()
         self._liveness = Liveness()
         self._buckets: dict[str, _Bucket] = {}
         self._renewing: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
+        self._notifier: Notifier | None = None
         self._left = False
 
     # -- called from anywhere ----------------------------------------------------
@@ -165,11 +171,16 @@ class FileBackend:
         return place.directory.content
 
     async def _attach(self, bucket: str, watch: LoopWatch) -> None:
+        place = self._open(bucket)
+        if not place.watched:
+            # Before reading, so that nothing can come between.
+            self._follow(place)
         content = watch.select(await self._content(bucket))
         watch.post_all([KeyChange(*item) for item in content.items()])
-        self._buckets[bucket].watches.append(watch)
-        if self._polling is None:
-            self._polling = self._liveness.every(_POLL_S, self._poll)
+        place.watches.append(watch)
+        if self._checking is None:
+            self._checking = self._liveness.every(self._full_look_s, self._check)
+        self._poll_if_needed()
 
     def _open(self, name: str) -> _Bucket:
         """The bucket of a name, which is swept from now on, also by pure clients."""
@@ -179,8 +190,7 @@ class FileBackend:
         if bucket is None:
             path = self._root.joinpath(*name.split("/"))
             directory = Directory(path, self._ttl_s, self._clock)
-            full_look_s = min(_FULL_LOOK_S, self._refresh_s)
-            bucket = _Bucket(directory, full_look_s, self._clock)
+            bucket = _Bucket(directory, self._clock)
             self._buckets[name] = bucket
         # After the insertion: `leave` sets the mark first and lists the buckets then.
         bucket.withdrawn = bucket.withdrawn or self._left
@@ -191,20 +201,78 @@ class FileBackend:
             with bucket.reporting("renew"):
                 await bucket.renew()
 
-    async def _poll(self) -> None:
-        watched = [bucket for bucket in self._buckets.values() if bucket.watched]
-        for bucket in watched:
+    async def _check(self) -> None:
+        """Look at everything that is watched, whatever we were told of it."""
+        for bucket in self._buckets.values():
+            if not bucket.watched:
+                bucket.unfollow()
+                continue
             with bucket.reporting("watch"):
-                bucket.poll()
-        if not watched and self._polling is not None:
+                if not bucket.is_followed():
+                    self._follow(bucket)
+                bucket.look(full=True)
+        self._poll_if_needed()
+        if not any(bucket.watches for bucket in self._buckets.values()):
+            self._stop_watching()
+
+    async def _poll(self) -> None:
+        for bucket in self._buckets.values():
+            if bucket.watched and bucket.needs_polling:
+                with bucket.reporting("watch"):
+                    bucket.poll()
+        self._poll_if_needed()
+
+    def _poll_if_needed(self) -> None:
+        needed = any(
+            bucket.watched and bucket.needs_polling for bucket in self._buckets.values()
+        )
+        if needed and self._polling is None:
+            self._polling = self._liveness.every(_POLL_S, self._poll)
+        elif not needed and self._polling is not None:
             self._polling.cancel()
             self._polling = None
+
+    def _follow(self, bucket: _Bucket) -> None:
+        """Be told what changes in a bucket, if possible."""
+        from dynamo.runtime._discovery.inotify import NotFollowed, Notifier
+
+        bucket.unfollow()
+        try:
+            # A genuine worker cannot register before somebody makes it again.
+            bucket.directory.ensure()
+            if self._notifier is None:
+                self._notifier = Notifier()
+            told = partial(self._told, bucket)
+            bucket.following = self._notifier.follow(bucket.directory.path, told)
+        except (NotFollowed, OSError) as error:
+            path = bucket.directory.path
+            _log.debug("%s is polled instead of followed: %s", path, error)
+
+    def _told(self, bucket: _Bucket, names: set[str] | None) -> None:
+        if not bucket.watched:
+            bucket.unfollow()
+            return
+        with bucket.reporting("watch"):
+            if bucket.following is None or bucket.following.lost:
+                self._follow(bucket)
+            bucket.told(names)
+        self._poll_if_needed()
+
+    def _stop_watching(self) -> None:
+        for task in (self._checking, self._polling):
+            if task is not None:
+                task.cancel()
+        self._checking = self._polling = None
+        if self._notifier is not None:
+            self._notifier.close()
+            self._notifier = None
 
     async def _close(self) -> None:
         try:
             for bucket in self._buckets.values():
                 for watch in bucket.watches:
                     watch.close()
+            self._stop_watching()
             self.leave(_LOCK_ATTEMPTS * _LOCK_RETRY_S)
         finally:
             self._liveness.stop()
@@ -213,18 +281,20 @@ class FileBackend:
 class _Bucket:
     """A directory with our records in it and our watches on it."""
 
-    def __init__(self, directory: Directory, full_look_s: float, clock: Clock) -> None:
+    def __init__(self, directory: Directory, clock: Clock) -> None:
         self.directory = directory
+        self.following: Following | None = None
         # `withdraw` works in other threads: on these two, with atomic operations only.
         self.own: dict[str, bytes] = {}
         self.withdrawn = False
         self.watches: list[LoopWatch] = []
-        self._full_look_s = full_look_s
         self._now = clock.monotonic
         self._stamp: tuple[int, int] | None = None
         self._settle_at = float("inf")
-        self._full_look_at = 0.0
         self._quiet_until = 0.0
+        self._news: set[str] = set()
+        self._later: asyncio.TimerHandle | None = None
+        self._look_failed = False
         self._failing: set[str] = set()
 
     @property
@@ -307,14 +377,57 @@ class _Bucket:
 
     # -- watching ----------------------------------------------------------------
 
+    @property
+    def needs_polling(self) -> bool:
+        """Nobody tells of changes, or we could not look at them."""
+        followed = self.following is not None and not self.following.lost
+        return not followed or self._look_failed
+
+    def is_followed(self) -> bool:
+        """Also False if the directory was replaced in silence, with the one above it."""
+        if self.following is None or self.following.lost:
+            return False
+        stamp = self.directory.stamp()
+        return stamp is not None and stamp[0] == self.following.inode
+
+    def unfollow(self) -> None:
+        self._news.clear()
+        if self.following is not None:
+            self.following.close()
+            self.following = None
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+
+    def told(self, names: set[str] | None) -> None:
+        """Something changed; None stands for anything."""
+        if names is None:
+            self.look(full=True)
+            return
+        self._news |= {name for name in names if not name.startswith(TMP_PREFIX)}
+        if not self._news or self._later is not None:
+            return
+        quiet_s = self._quiet_until - self._now()
+        if quiet_s <= 0:
+            self.look(full=False)
+        else:
+            loop = asyncio.get_running_loop()
+            self._later = loop.call_later(quiet_s, self._look_later)
+
+    def _look_later(self) -> None:
+        self._later = None
+        if self._news:
+            with self.reporting("watch"):
+                self.look(full=False)
+
     def poll(self) -> None:
         """Look if something may have changed since the last look."""
-        now = self._now()
         stamp = self.directory.stamp()
         if stamp is None:
             # A genuine worker cannot register before somebody makes it again.
             self.directory.ensure()
-        if now >= self._full_look_at:
+        now = self._now()
+        if self._look_failed:
             self.look(full=True)
         elif now >= self._quiet_until and (
             stamp != self._stamp or now >= self._settle_at
@@ -327,21 +440,22 @@ class _Bucket:
 
     def look(self, *, full: bool) -> None:
         """Bring the view up to date and tell the watches what changed."""
+        self._look_failed = True
         started = self._now()
         # The stamp first: what changes from here on will be seen to differ from it.
         stamp = self.directory.stamp()
         self._settle_at = float("inf") if stamp == self._stamp else started + _SETTLE_S
         self._stamp = stamp
-        self.directory.look(full=full)
+        news, self._news = self._news, set()
+        self.directory.look(full=full, written=news)
         self.directory.read_new()
         changes = self.directory.changes()
         if changes:
             for watch in self.watches:
                 watch.post(changes)
+        self._look_failed = False
         ended = self._now()
         self._quiet_until = ended + (ended - started) * (1 / _LISTING_SHARE - 1)
-        if full:
-            self._full_look_at = started + self._full_look_s
 
     # -- trouble -----------------------------------------------------------------
 
