@@ -35,6 +35,7 @@ class Reply:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
+        self.codec = "msgpack"
         self.paused = False
         self.events: Any = None
 
