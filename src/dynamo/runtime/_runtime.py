@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 from dynamo.runtime import _signals
 from dynamo.runtime._calls.ingress import Admission
+from dynamo.runtime._calls.streams import on_loop
 from dynamo.runtime._client import ClientHome
 from dynamo.runtime._config import (
     RuntimeConfig,
@@ -115,9 +116,14 @@ class _Core:
             task.add_done_callback(_retrieve)
             return task
         # The slow way, for other loops: there and back.
-        return asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(work, home), loop=running
-        )
+        try:
+            there = asyncio.run_coroutine_threadsafe(work, home)
+        except RuntimeError as error:
+            work.close()
+            raise RuntimeClosed(
+                "the event loop of this runtime was closed: make a new runtime"
+            ) from error
+        return asyncio.wrap_future(there, loop=running)
 
     def _check_alive(self) -> None:
         if os.getpid() != self._pid:
@@ -145,6 +151,11 @@ class _Core:
                     max_message_bytes=self.config.max_message_bytes,
                     frame_timeout_s=self.config.frame_timeout_s,
                 )
+                if self.closing:
+                    # It may have come too late to be closed with the rest.
+                    late, self._server = self._server, None
+                    SharedServers.release(late)
+                    raise RuntimeClosed("the runtime was shut down")
         return self._server, advertised_host(self.config.rpc_host), self._port
 
     async def client_home(self, name: EndpointName) -> ClientHome:
@@ -191,9 +202,19 @@ class _Core:
         if os.getpid() == self._pid:
             self.backend.leave(_LEAVE_TIMEOUT_S)
 
-    def leave_soon(self) -> None:
-        """The same without waiting for it."""
-        threading.Thread(target=self.leave, daemon=True).start()
+    def leave_soon(self, then: Callable[[], object] = lambda: None) -> None:
+        """The same without waiting for it; ``then`` is called in another thread.
+
+        In a thread of its own: those of the loop may all be busy with the user's work.
+        """
+
+        def work() -> None:
+            try:
+                self.leave()
+            finally:
+                then()
+
+        threading.Thread(target=work, name="dynamo-leaving", daemon=True).start()
 
     def _leave_and_die(self, signum: signal.Signals) -> None:
         """SIGTERM in a program that does not handle it: callers learn of it first."""
@@ -243,8 +264,11 @@ class _Core:
 
     async def _leave_discovery(self) -> None:
         """Before anything else: nobody new should find us."""
-        leaving = self.loop.run_in_executor(None, self.leave)
-        await asyncio.wait((leaving,), timeout=_LEAVE_TIMEOUT_S + 1)
+        left = asyncio.Event()
+        waiting = spawn(self.loop, left.wait())
+        self.leave_soon(lambda: on_loop(self.loop, left.set))
+        await asyncio.wait((waiting,), timeout=_LEAVE_TIMEOUT_S + 1)
+        waiting.cancel()
 
     async def _drain(self) -> None:
         """Let work in flight end; then stop it, then kill it, each for a bounded time."""

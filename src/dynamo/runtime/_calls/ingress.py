@@ -169,10 +169,16 @@ class EndpointIngress:
 
     async def idle(self) -> None:
         """Wait until no request is in flight."""
+        await self.when_idle()
+
+    def when_idle(self) -> asyncio.Future[None]:
+        """Done as soon as no request is in flight."""
+        waiter: asyncio.Future[None] = self.loop.create_future()
         if self._runs:
-            waiter = self.loop.create_future()
             self._idle.append(waiter)
-            await waiter
+        else:
+            waiter.set_result(None)
+        return waiter
 
     def stop_all(self, *, killed: bool) -> None:
         """Stop, or kill, every request in flight."""

@@ -142,10 +142,9 @@ class Connection(asyncio.Protocol):
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not an instance of anything: the transports of uvloop have no asyncio bases.
-        transport = cast("asyncio.Transport", transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=_HIGH_WATER)
+        # Not asserted: uvloop's transports are no subclasses of asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_HIGH_WATER)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
