@@ -71,7 +71,7 @@ def dynamo_worker(
         @wraps(function)
         async def wrapper(*args: Any, **kwargs: Any) -> None:
             runtime = DistributedRuntime._from_env(asyncio.get_running_loop())
-            await _Worker(runtime).run(function(runtime, *args, **kwargs))
+            await _Worker(runtime).run(lambda: function(runtime, *args, **kwargs))
 
         return wrapper
 
@@ -96,16 +96,20 @@ class _Worker:
             (signal.SIGTERM, signal.SIGINT), self._on_signal
         )
 
-    async def run(self, work: Any) -> None:
+    async def run(self, begin: Callable[[], Any]) -> None:
         try:
-            await work
-        except asyncio.CancelledError:
-            if not self._cancelled:
-                raise
+            try:
+                await begin()
+            except asyncio.CancelledError:
+                if not self._cancelled:
+                    raise
+            finally:
+                # From here on there is nobody to cancel, only a drain to wait for.
+                self._main = None
+                if self._drain is not None:
+                    await self._finish_drain(self._drain)
         finally:
             self._restore()
-            if self._drain is not None:
-                await self._finish_drain(self._drain)
 
     async def _finish_drain(self, drain: asyncio.Task[None]) -> None:
         """The coroutine may return before the drain has come to its end."""
