@@ -6,12 +6,12 @@ the home loop's parts of one runtime and the ordered shutdown; the parts own the
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import atexit
 import logging
 import os
 import signal
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 from dynamo.runtime import _signals
 from dynamo.runtime._calls.ingress import Admission
+from dynamo.runtime._calls.streams import on_loop
 from dynamo.runtime._client import ClientHome
 from dynamo.runtime._config import (
     RuntimeConfig,
@@ -47,6 +48,10 @@ T = TypeVar("T")
 _BACKENDS = ("kubernetes", "etcd", "file", "mem")
 _PLANES = ("nats", "tcp")
 _LEAVE_TIMEOUT_S = 2.0
+# After a drain in vain: to end when stopped, then when killed.  With the default budget
+# of 25 s all is over before Kubernetes' 30.
+_STOPPED_TIMEOUT_S = 2.5
+_KILLED_TIMEOUT_S = 1.0
 
 
 def _new_backend(config: RuntimeConfig) -> DiscoveryBackend:
@@ -192,9 +197,15 @@ class _Core:
         if os.getpid() == self._pid:
             self.backend.leave(_LEAVE_TIMEOUT_S)
 
-    def leave_soon(self) -> None:
-        """The same without waiting for it."""
-        threading.Thread(target=self.leave, daemon=True).start()
+    def leave_soon(self, then: Callable[[], object] = bool) -> None:
+        """The same without waiting for it; safe in a signal handler."""
+
+        def leave() -> None:
+            self.leave()
+            then()
+
+        # `threading.Thread` takes a lock, which the interrupted code may hold.
+        _thread.start_new_thread(leave, ())
 
     def _leave_and_die(self, signum: signal.Signals) -> None:
         """SIGTERM in a program that does not handle it: callers learn of it first."""
@@ -244,26 +255,42 @@ class _Core:
 
     async def _leave_discovery(self) -> None:
         """Before anything else: nobody new should find us."""
-        leaving = self.loop.run_in_executor(None, self.leave)
-        await asyncio.wait((leaving,), timeout=_LEAVE_TIMEOUT_S + 1)
+        left = asyncio.Event()
+        # Not in the loop's executor: the program may have filled that.
+        self.leave_soon(lambda: on_loop(self.loop, left.set))
+        waiting = spawn(self.loop, left.wait())
+        await asyncio.wait((waiting,), timeout=_LEAVE_TIMEOUT_S + 1)
+        waiting.cancel()
 
     async def _drain(self) -> None:
         """Let work in flight end; then stop it, then kill it, each for a bounded time."""
         if await self._all_idle(self.config.drain_timeout_s):
             return
-        busy = {life.name: life.in_flight for life in self._served if life.in_flight}
         _log.warning(
             "still busy after %g s (DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS), "
             "stopping requests: %s",
             self.config.drain_timeout_s,
-            ", ".join(f"{name}: {count}" for name, count in busy.items()),
+            self._busy(),
         )
-        for killed in (False, True):
+        for killed, timeout_s in (
+            (False, _STOPPED_TIMEOUT_S),
+            (True, _KILLED_TIMEOUT_S),
+        ):
             for life in list(self._served):
                 life.stop_all(killed=killed)
-            if await self._all_idle(self.config.close_timeout_s):
+            if await self._all_idle(timeout_s):
                 return
-        _log.error("requests did not end after they were stopped and cancelled")
+        _log.error(
+            "requests did not end after they were stopped and cancelled: %s",
+            self._busy(),
+        )
+
+    def _busy(self) -> str:
+        return ", ".join(
+            f"{life.name} ({life.handler_name}): {life.in_flight}"
+            for life in self._served
+            if life.in_flight
+        )
 
     async def _all_idle(self, timeout_s: float) -> bool:
         """Whether every endpoint became idle in time; a hurry ends the wait."""
