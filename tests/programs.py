@@ -8,10 +8,13 @@ killed and reaped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -73,11 +76,20 @@ async def eventually(check: Callable[[], object], limit_s: float = LIMIT_S) -> f
 
 
 class Program:
-    """A running program."""
+    """A running program.  What it prints is read as it comes, in a thread."""
 
-    def __init__(self, process: asyncio.subprocess.Process, errors: Path) -> None:
+    def __init__(self, process: subprocess.Popen[str], errors: Path) -> None:
         self.process = process
         self._errors = errors
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put("")
 
     @property
     def pid(self) -> int:
@@ -85,7 +97,7 @@ class Program:
 
     @property
     def running(self) -> bool:
-        return self.process.returncode is None
+        return self.process.poll() is None
 
     @property
     def stderr(self) -> str:
@@ -93,9 +105,8 @@ class Program:
 
     async def line(self, limit_s: float = LIMIT_S) -> str:
         """The next line of its output; empty at the end."""
-        assert self.process.stdout is not None
-        raw = await asyncio.wait_for(self.process.stdout.readline(), limit_s)
-        return raw.decode().strip()
+        await eventually(lambda: not self._lines.empty(), limit_s)
+        return self._lines.get()
 
     async def says(self, expected: str) -> None:
         """Read one line, which must be that."""
@@ -104,7 +115,8 @@ class Program:
 
     def write_line(self, text: str = "") -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{text}\n".encode())
+        self.process.stdin.write(f"{text}\n")
+        self.process.stdin.flush()
 
     def send(self, signum: signal.Signals) -> float:
         """Send a signal and return the moment."""
@@ -117,13 +129,22 @@ class Program:
 
     async def ended(self, limit_s: float = LIMIT_S) -> int:
         """Wait for its end and return the exit code."""
-        # Not `process.wait`: that waits for its children, too, which share the pipes.
-        while self.process.returncode is None and limit_s > 0:
-            await asyncio.sleep(POLL_S)
-            limit_s -= POLL_S
-        if self.process.returncode is None:
-            pytest.fail(f"still running at the limit; it said:\n{self.stderr}")
+        try:
+            await eventually(lambda: not self.running, limit_s)
+        except AssertionError as error:
+            raise AssertionError(f"still running {error}: {self.stderr}") from None
         return self.process.returncode
+
+    async def reaped(self) -> None:
+        """End it if need be; leave nothing of it behind."""
+        if self.running:
+            self.kill()
+        await self.ended()
+        await eventually(lambda: not self._reader.is_alive())
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # a line that nobody read
+                pipe.close()
 
     def memory_bytes(self) -> int:
         """Resident memory (Linux)."""
@@ -173,11 +194,12 @@ class Programs:
         """Start a program with the test's kind of loop and further arguments."""
         errors = self.folder / f"stderr-{len(self._all)}"
         with errors.open("wb") as stderr:
-            process = await asyncio.create_subprocess_exec(
-                *(*command, "-c", PRELUDE + text, loop_kind(), *arguments),
+            process = subprocess.Popen(
+                (*command, "-c", PRELUDE + text, loop_kind(), *arguments),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
+                text=True,
                 cwd=self.folder,
                 env=self.environment(**environment),
             )
@@ -187,10 +209,7 @@ class Programs:
 
     async def aclose(self) -> None:
         for program in self._all:
-            if program.running:
-                program.kill()
-        for program in self._all:
-            await program.ended()
+            await program.reaped()
 
 
 @pytest.fixture

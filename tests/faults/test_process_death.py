@@ -14,6 +14,7 @@ import pytest
 from programs import (
     ENDPOINT,
     LIMIT_S,
+    POLL_S,
     MakeRuntime,
     Program,
     Programs,
@@ -177,12 +178,14 @@ async def until_refused(client: Client) -> None:
     """Wait until nobody listens at the address of the only instance."""
     (instance,) = client.instances()
     host, port = instance.transport.address.partition("/")[0].split(":")
-    for _ in range(200):
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
         try:
             _, writer = await asyncio.open_connection(host, int(port))
         except ConnectionRefusedError:
             return
         writer.close()
+        await asyncio.sleep(POLL_S)
     pytest.fail("somebody still listens")
 
 
@@ -198,7 +201,7 @@ class Watched:
         while request == "talking":
             yield "more"
             await asyncio.sleep(0.01)
-        await asyncio.Event().wait()
+        await context.async_killed_or_stopped()
 
 
 @pytest.mark.parametrize("manner", ["silent", "talking"])

@@ -10,6 +10,7 @@ import json
 import logging
 import signal
 import sys
+import threading
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +28,11 @@ _Item = TypeVar("_Item")
 
 # How long the worker's own coroutine may take to return once everything has drained.
 _RETURN_TIMEOUT_S = 1.0
+# How long after it the loop, and threads, may keep the process; less in a hurry.
+_END_TIMEOUT_S = 3.0
+_HURRIED_END_TIMEOUT_S = 0.5
+# What a drain may take beyond its budget, generously.
+_DRAIN_OVERHEAD_S = 6.0
 
 
 def dynamo_worker(
@@ -41,7 +47,9 @@ def dynamo_worker(
     On SIGTERM and SIGINT the worker leaves discovery, refuses new requests, lets those
     in flight end (at most ``DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS``), and returns
     normally; a second signal skips the waiting.  This holds in the main thread and for
-    signals that the program does not handle itself.
+    signals that the program does not handle itself.  Handlers and threads that do not
+    end are named in the log and left behind; the exit code is 0 all the same.  Child
+    processes belong to the program: they are neither signalled nor waited for.
 
     Args:
         enable_nats: Deprecated and without effect.
@@ -83,15 +91,18 @@ class _Worker:
 
     First signal: drain, then let the coroutine return, then cancel it.  Second signal:
     the same without waiting.  A third one finds the handlers gone and ends the process.
+    What keeps the process for too long after that is named and left behind.
     """
 
     def __init__(self, runtime: DistributedRuntime) -> None:
         self._core = runtime._core
         self._loop = asyncio.get_running_loop()
-        self._main = asyncio.current_task()
+        self._task = asyncio.current_task()
+        self._working = True
         self._signals = 0
         self._drain: asyncio.Task[None] | None = None
         self._cancelled = False
+        self._over = threading.Event()
         self._restore = _signals.install(
             (signal.SIGTERM, signal.SIGINT), self._on_signal
         )
@@ -105,11 +116,12 @@ class _Worker:
                     raise
             finally:
                 # From here on there is nobody to cancel, only a drain to wait for.
-                self._main = None
+                self._working = False
                 if self._drain is not None:
                     await self._finish_drain(self._drain)
         finally:
             self._restore()
+            self._over.set()
 
     async def _finish_drain(self, drain: asyncio.Task[None]) -> None:
         """The coroutine may return before the drain has come to its end."""
@@ -122,9 +134,16 @@ class _Worker:
         self._signals += 1
         if self._signals == 1:
             self._core.leave_soon()
+            self._see_it_end(self._core.config.drain_timeout_s, _END_TIMEOUT_S)
         else:
             self._restore()
+            self._see_it_end(0.0, _HURRIED_END_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._react, signum, self._signals)
+
+    def _see_it_end(self, drain_s: float, grace_s: float) -> None:
+        assert self._task is not None
+        watch = _signals.EndWatch(self._over, self._task, self._loop)
+        watch.start(drain_s + _DRAIN_OVERHEAD_S, grace_s)
 
     def _react(self, signum: signal.Signals, count: int) -> None:
         if count > 1:
@@ -142,9 +161,9 @@ class _Worker:
         self._cancel_main()
 
     def _cancel_main(self) -> None:
-        if self._main is not None:
+        if self._working and self._task is not None:
             self._cancelled = True
-            self._main.cancel()
+            self._task.cancel()
 
 
 def dynamo_endpoint(

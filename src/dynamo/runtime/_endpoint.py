@@ -183,6 +183,10 @@ class ServedEndpoint:
     def in_flight(self) -> int:
         return self._ingress.in_flight
 
+    @property
+    def handler_name(self) -> str:
+        return self._ingress.handler.name
+
 
 async def register(
     home: EndpointHome, name: EndpointName, host: str, port: int

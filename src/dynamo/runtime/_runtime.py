@@ -6,12 +6,12 @@ the home loop's parts of one runtime and the ordered shutdown; the parts own the
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import atexit
 import logging
 import os
 import signal
-import threading
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -50,6 +50,10 @@ _BACKENDS = ("kubernetes", "etcd", "file", "mem")
 _PLANES = ("nats", "tcp")
 _LEAVE_TIMEOUT_S = 2.0
 _TURNS_TO_CLOSE = 3
+# After a drain in vain: to end when stopped, then when killed.  With the default budget
+# of 25 s all is over before Kubernetes' 30.
+_STOPPED_TIMEOUT_S = 2.5
+_KILLED_TIMEOUT_S = 1.0
 
 
 def _new_backend(config: RuntimeConfig) -> DiscoveryBackend:
@@ -209,19 +213,21 @@ class _Core:
         if os.getpid() == self._pid:
             self.backend.leave(_LEAVE_TIMEOUT_S)
 
-    def leave_soon(self, then: Callable[[], object] = lambda: None) -> None:
+    def leave_soon(self, then: Callable[[], object] = bool) -> None:
         """The same without waiting for it; ``then`` is called in another thread.
 
-        In a thread of its own: those of the loop may all be busy with the user's work.
+        Safe in a signal handler.  Not in the loop's executor, whose threads may all be
+        busy with the user's work.
         """
 
-        def work() -> None:
+        def leave() -> None:
             try:
                 self.leave()
             finally:
                 then()
 
-        threading.Thread(target=work, name="dynamo-leaving", daemon=True).start()
+        # `threading.Thread` takes a lock, which the interrupted code may hold.
+        _thread.start_new_thread(leave, ())
 
     def _leave_and_die(self, signum: signal.Signals) -> None:
         """SIGTERM in a program that does not handle it: callers learn of it first."""
@@ -281,7 +287,7 @@ class _Core:
         """Let work in flight end; then stop it, then kill it, each for a bounded time."""
         if await self._all_idle(self.config.drain_timeout_s):
             return
-        busy = {life.name: life.in_flight for life in self._served if life.in_flight}
+        busy = self._busy()
         if not busy:
             _log.warning("callers have not read the end of their answers: closing")
             return
@@ -289,14 +295,27 @@ class _Core:
             "still busy after %g s (DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS), "
             "stopping requests: %s",
             self.config.drain_timeout_s,
-            ", ".join(f"{name}: {count}" for name, count in busy.items()),
+            busy,
         )
-        for killed in (False, True):
+        for killed, timeout_s in (
+            (False, _STOPPED_TIMEOUT_S),
+            (True, _KILLED_TIMEOUT_S),
+        ):
             for life in list(self._served):
                 life.stop_all(killed=killed)
-            if await self._all_idle(self.config.close_timeout_s):
+            if await self._all_idle(timeout_s):
                 return
-        _log.error("requests did not end after they were stopped and cancelled")
+        _log.error(
+            "requests did not end after they were stopped and cancelled: %s",
+            self._busy(),
+        )
+
+    def _busy(self) -> str:
+        return ", ".join(
+            f"{life.name} ({life.handler_name}): {life.in_flight}"
+            for life in self._served
+            if life.in_flight
+        )
 
     async def _all_idle(self, timeout_s: float) -> bool:
         """Whether everything was answered in time; a hurry ends the wait."""
