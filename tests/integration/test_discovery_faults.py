@@ -141,7 +141,7 @@ async def test_a_worker_that_comes_and_goes_is_listed_as_it_is_in_the_end(
 ) -> None:
     """DI-10: a removed worker re-appears."""
     view = await InstanceSet.open(backend, NAME)
-    for number in range(int(300 * scale)):
+    for number in range(int(1000 * scale)):
         other = await InstanceSet.open(backend, NAME)
         folder.put(record(7, f"127.0.0.1:{number + 1}/x"))
         if number % 3:
@@ -185,6 +185,53 @@ async def test_the_list_is_whole_at_any_moment(
     await eventually(lambda: client.instance_ids() == list(range(1, 20, 2)))
     ends = {one.transport.address for one in client.instances()}
     assert ends == {"127.0.0.1:40/x"}
+
+
+ALONE = """
+import asyncio, sys
+from dynamo.runtime import DistributedRuntime
+
+connected = []
+
+def note(event, args):
+    if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo"):
+        connected.append(args[0] if event == "socket.getaddrinfo" else args[1][0])
+
+sys.addaudithook(note)
+
+async def echo(request):
+    yield request
+
+async def main():
+    runtime = DistributedRuntime(asyncio.get_running_loop(), "file", "tcp")
+    endpoint = runtime.endpoint("ns.comp.gen")
+    serving = endpoint.serve_endpoint(echo)
+    client = await endpoint.client()
+    await client.wait_for_instances(timeout=5)
+    print([item async for item in await client.random("hi", annotated=False)])
+    runtime.shutdown()
+    await serving
+
+asyncio.run(main())
+print(sorted(set(connected)))
+"""
+
+
+async def test_with_files_nothing_but_the_own_machine_is_asked(tmp_path: Path) -> None:
+    """DI-24: a service that is not used is required."""
+    worker = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", ALONE),
+        stdout=subprocess.PIPE,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "DYN_FILE_KV": str(tmp_path),
+            "DYN_TCP_RPC_HOST": "127.0.0.1",
+            "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
+        },
+    )
+    out, _ = await asyncio.wait_for(worker.communicate(), LIMIT_S)
+    assert out.decode().splitlines() == ["['hi']", "['127.0.0.1']"]
 
 
 HOLDS_THE_INTERPRETER = """

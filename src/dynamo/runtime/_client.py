@@ -539,11 +539,6 @@ class Client(Unconstructible):
         return self._home.run(_stream_of(call))
 
 
-async def _stream_of(call: OutgoingCall) -> AsyncResponseStream:
-    await call.start()
-    return AsyncResponseStream._of(call)
-
-
 async def _matches(
     home: ClientHome, wanted: Wanted, timeout_s: float | None
 ) -> list[int]:
@@ -583,3 +578,8 @@ def _check_seconds(name: str, value: float | None) -> float | None:
         return None if value is None else math.ldexp(value, 0)
     except TypeError as error:
         raise TypeError(f"argument '{name}': {error}") from None
+
+
+async def _stream_of(call: OutgoingCall) -> AsyncResponseStream:
+    await call.start()
+    return AsyncResponseStream._of(call)
