@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import operator
 import random
 from collections.abc import AsyncIterator, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -17,6 +19,7 @@ from dynamo.runtime._calls.egress import OutgoingCall, Selection
 from dynamo.runtime._calls.pump import Requests, iterator_of
 from dynamo.runtime._calls.streams import AsyncResponseStream
 from dynamo.runtime._discovery.instances import Instance
+from dynamo.runtime._discovery.model_cards import ModelCards, Wanted
 from dynamo.runtime._routing.policies import (
     RoundRobin,
     RouterMode,
@@ -63,6 +66,7 @@ class ClientHome:
 
     Attributes:
         in_flight: Calls per instance id.
+        cards: What the instances' model cards say, for those who wait for it.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class ClientHome:
         self.loop = loop
         self.lane = lane
         self.instances = instances
+        self.cards = ModelCards(instances)
         self.in_flight: dict[int, int] = {}
         self.config = config
         self.run = run
@@ -359,6 +364,95 @@ class Client(Unconstructible):
         """
         return self._home.run(self._chooser.wait_at_most(timeout))
 
+    def wait_for_instance_by_runtime_data(
+        self, key: str, value: str, timeout_s: float | None = None
+    ) -> asyncio.Future[int]:
+        """Wait until exactly one instance has a model card with that runtime data.
+
+        An instance matches while it is listed and its card's ``runtime_data`` holds the
+        text ``value`` under ``key``; other kinds of values never match.
+
+        Args:
+            key: Name of an entry; dots have no meaning.
+            value: The text it must be equal to.
+            timeout_s: How many seconds to wait at most; None waits without limit, 0
+                looks once.
+
+        Returns:
+            A future of the instance's id, for ``direct``.
+
+        Raises:
+            TypeError: an argument of the wrong type.
+            RuntimeError: no loop is running.
+            ValueError: ``timeout_s`` is negative or not finite (from the future).
+            NoMatchInTime: none, or more than one, matched until then (a TimeoutError
+                too; from the future).
+            RuntimeClosed: the runtime was shut down (from the future).
+
+        Example:
+            >>> import asyncio
+            >>> from dynamo.runtime import DistributedRuntime
+            >>> async def main():
+            ...     runtime = DistributedRuntime(asyncio.get_running_loop(), "mem", "tcp")
+            ...     client = await runtime.endpoint("demo.engine.generate").client()
+            ...     try:
+            ...         await client.wait_for_instance_by_runtime_data(
+            ...             "role", "prefill", timeout_s=0
+            ...         )
+            ...     except TimeoutError as error:
+            ...         print(error.facts)
+            ...     runtime.shutdown()
+            >>> asyncio.run(main())
+            {'matching': []}
+        """
+        wanted = Wanted(_check_text("key", key), _check_text("value", value))
+        timeout_s = _check_seconds("timeout_s", timeout_s)
+        return self._home.run(_only_match(self._home, wanted, timeout_s))
+
+    def wait_for_instances_by_runtime_data(
+        self, key: str, value: str, min_count: int, timeout_s: float | None = None
+    ) -> asyncio.Future[list[int]]:
+        """Wait until a number of instances have model cards with that runtime data.
+
+        What matches: see `wait_for_instance_by_runtime_data`.
+
+        Args:
+            key: Name of an entry; dots have no meaning.
+            value: The text it must be equal to.
+            min_count: How many there must be, at least 1.
+            timeout_s: How many seconds to wait at most; None waits without limit, 0
+                looks once.
+
+        Returns:
+            A future of the ids of all that match, ordered.
+
+        Raises:
+            TypeError: an argument of the wrong type.
+            OverflowError: ``min_count`` is negative or over 64 bits.
+            RuntimeError: no loop is running.
+            ValueError: ``min_count`` is 0, or (from the future) ``timeout_s`` is
+                negative or not finite.
+            NoMatchInTime: fewer matched until then (a TimeoutError too; from the
+                future).
+            RuntimeClosed: the runtime was shut down (from the future).
+
+        Example:
+            Two prefill workers before the first request::
+
+                ids = await client.wait_for_instances_by_runtime_data(
+                    "role", "prefill", min_count=2, timeout_s=60
+                )
+        """
+        wanted = Wanted(
+            _check_text("key", key),
+            _check_text("value", value),
+            _check_count("min_count", min_count),
+        )
+        timeout_s = _check_seconds("timeout_s", timeout_s)
+        if not wanted.min_count:
+            raise ValueError("min_count must be positive")
+        return self._home.run(_matches(self._home, wanted, timeout_s))
+
     def random(
         self,
         request: Any,
@@ -565,6 +659,47 @@ class Client(Unconstructible):
             source=source,
         )
         return self._home.run(_stream_of(call))
+
+
+async def _matches(
+    home: ClientHome, wanted: Wanted, timeout_s: float | None
+) -> list[int]:
+    # Holds the home, which a shutdown closes, also when the client is dropped.
+    return await home.cards.wait(wanted, timeout_s)
+
+
+async def _only_match(home: ClientHome, wanted: Wanted, timeout_s: float | None) -> int:
+    (only,) = await home.cards.wait(wanted, timeout_s)
+    return only
+
+
+def _check_text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(
+            f"argument '{name}': '{type(value).__name__}' object cannot be converted "
+            "to 'PyString'"
+        )
+    return value
+
+
+def _check_count(name: str, value: int) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"argument '{name}': {error}") from None
+    if count < 0:
+        raise OverflowError("can't convert negative int to unsigned")
+    if count > _MAX_ID:
+        raise OverflowError("int too big to convert: counts have 64 bits")
+    return count
+
+
+def _check_seconds(name: str, value: float | None) -> float | None:
+    try:
+        # Converts as float() does, but no text.
+        return None if value is None else math.ldexp(value, 0)
+    except TypeError as error:
+        raise TypeError(f"argument '{name}': {error}") from None
 
 
 async def _stream_of(call: OutgoingCall) -> AsyncResponseStream:

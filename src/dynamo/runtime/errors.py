@@ -202,6 +202,12 @@ class NoInstancesInTime(NoInstances, TimeoutError):
     """Nobody that can be called appeared within the time given."""
 
 
+class NoMatchInTime(CallError, TimeoutError):
+    """The instances asked for did not appear in time; ``facts`` has who matched."""
+
+    retryable = True
+
+
 class InstanceNotFound(CallError):
     """``direct`` named an instance that discovery does not list."""
 

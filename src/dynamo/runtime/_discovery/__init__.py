@@ -11,7 +11,8 @@ trailing ``/`` makes no difference, and the empty prefix selects everything.
 Modules: ``memory`` and ``file`` are backends (``directory`` is what ``file`` knows about
 one directory, ``inotify`` tells that there is news), ``liveness`` is the thread that
 keeps records alive, ``watching`` carries changes to the loop that asked for them,
-``instances`` is the live view of one endpoint.
+``instances`` is the live view of one endpoint, ``model_cards`` waits for what its
+instances' cards say.
 """
 
 from __future__ import annotations

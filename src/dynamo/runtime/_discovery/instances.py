@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, final
 from dynamo.runtime._sealed import Unconstructible, override
 from dynamo.runtime._wire.records import (
     INSTANCES,
+    MODEL_CARDS,
     EndpointName,
     EndpointRecord,
     decode_record,
@@ -26,7 +27,7 @@ from dynamo.runtime.errors import RemoteProtocolError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from dynamo.runtime._discovery import DiscoveryBackend, KeyChange, Watch
+    from dynamo.runtime._discovery import DiscoveryBackend, KeyChange, OnChange, Watch
 
     Probe = Callable[[EndpointRecord], Awaitable[bool]]
     Identity = tuple[EndpointName, int]
@@ -185,11 +186,12 @@ class InstanceSet:
     dropping the last reference ends the watch, in whatever thread that happens.
     """
 
-    def __init__(self, name: EndpointName) -> None:
+    def __init__(self, backend: DiscoveryBackend, name: EndpointName) -> None:
         # First what the finalizer needs.
         self._watch: Watch | None = None
         self._suspects: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
+        self._backend = backend
         self.name = name
         self.generation = 0
         """Grows with every batch of changes that was applied."""
@@ -209,10 +211,19 @@ class InstanceSet:
         Raises:
             DiscoveryError: the store cannot be read.
         """
-        made = cls(name)
+        made = cls(backend, name)
         prefix = endpoint_prefix(name)
         made._watch = await backend.watch(INSTANCES, prefix, _weakly(made))
         return made
+
+    async def watch_model_cards(self, on_change: OnChange) -> Watch:
+        """Follow the model cards of this endpoint, in the same store.
+
+        Raises:
+            DiscoveryError: the store cannot be read.
+        """
+        prefix = endpoint_prefix(self.name)
+        return await self._backend.watch(MODEL_CARDS, prefix, on_change)
 
     @property
     def records(self) -> tuple[EndpointRecord, ...]:

@@ -304,3 +304,67 @@ def _read_lanes(
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return read.lanes if read.v == _LANES_VERSION else ()
+
+
+class ModelCard(NamedTuple):
+    """What waits need of a model card: whose it is, and the texts it was given."""
+
+    name: EndpointName
+    instance_id: int
+    texts: dict[str, str]
+    suffix: str | None
+    """Names the adapter if the card describes one; None for the model itself."""
+
+
+class _RuntimeConfig(msgspec.Struct):
+    runtime_data: dict[str, object] | None = None
+
+
+class _CardJson(msgspec.Struct):
+    """Without the first six a genuine reader drops the card."""
+
+    display_name: str
+    slug: str
+    kv_cache_block_size: int
+    migration_limit: int
+    model_type: msgspec.Raw
+    model_input: msgspec.Raw
+    runtime_config: _RuntimeConfig | None = None
+
+
+class _WrittenCard(msgspec.Struct):
+    type: Literal["Model"]
+    namespace: str
+    component: str
+    endpoint: str
+    instance_id: int
+    card_json: _CardJson
+    model_suffix: str | None = None
+
+
+_decode_card = msgspec.json.Decoder(_WrittenCard).decode
+
+
+def decode_model_card(value: bytes) -> ModelCard:
+    """The card that a store's value holds; members that nobody here needs are ignored.
+
+    Raises:
+        RemoteProtocolError: a genuine reader would drop it too; the text says why.
+    """
+    try:
+        written = _decode_card(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a model card: {error}") from error
+    if not 0 <= written.instance_id <= MAX_INSTANCE_ID:
+        raise RemoteProtocolError(
+            f"not a model card: instance_id {written.instance_id} is not an unsigned "
+            "64-bit number"
+        )
+    config = written.card_json.runtime_config
+    data = (config and config.runtime_data) or {}
+    return ModelCard(
+        name=EndpointName(written.namespace, written.component, written.endpoint),
+        instance_id=written.instance_id,
+        texts={key: text for key, text in data.items() if isinstance(text, str)},
+        suffix=written.model_suffix,
+    )
