@@ -140,6 +140,8 @@ class EndpointIngress:
         self.admission = admission
         self._base = base
         self._runs: set[_Run] = set()
+        # What can be told without a call was told when the endpoint was served.
+        self._shape_told = handler.complaint() is not None
         self._draining = False
         self._idle: list[asyncio.Future[None]] = []
 
@@ -166,6 +168,17 @@ class EndpointIngress:
             for waiter in waiting:
                 if not waiter.done():
                     waiter.set_result(None)
+
+    def refused(self, error: ShapeError) -> None:
+        """The callable returned something that is no asynchronous iterator."""
+        if not self._shape_told:
+            self._shape_told = True
+            _log.warning(
+                "handler %s of %s cannot work, calls are refused (told once): %s",
+                self.handler.name,
+                self.path,
+                error,
+            )
 
     def refuse_new(self) -> None:
         """Take no more requests; those in flight go on."""
@@ -395,6 +408,7 @@ class _Run:
         try:
             iterator = handler.call(argument, context, ResponseSender._of(self))
         except ShapeError as error:
+            self._endpoint.refused(error)
             self._refuse(reply, error.cause)
             return
         except BaseException as error:  # noqa: BLE001 - whatever the user's code raises
