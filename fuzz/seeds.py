@@ -107,6 +107,13 @@ def _names() -> Iterator[bytes]:
         yield one["file_name"].encode()
 
 
+def _cards() -> Iterator[bytes]:
+    stored = load("discovery_file")
+    for moment in ("model_cards_before_taint_update", "model_card_after_taint_update"):
+        for one in stored[moment]:
+            yield one["value_utf8"].encode()
+
+
 def _addresses() -> Iterator[bytes]:
     yield from (b"[::1]:9999/1/ns/comp/ep", b"[::1]:9999", b"127.0.0.1:80")
     for case in load("discovery_names")["cases"]:
@@ -142,6 +149,7 @@ _KINDS: dict[str, tuple[bytes, Callable[[], Iterator[bytes]]]] = {
     "items_msgpack": (b"", lambda: _items("msgpack")),
     "items_json": (b"", lambda: _items("json")),
     "records": (b"", _records),
+    "cards": (b"", _cards),
     "addresses": (b"", _addresses),
     "names": (b"", _names),
     "headers": (b"", _headers),

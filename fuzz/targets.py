@@ -397,6 +397,19 @@ def record(data: bytes) -> str:
     return f"{read.codec} {read.ours} {address_in(read.address)}"
 
 
+@target("cards", "records.decode_model_card")
+def model_card(data: bytes) -> str:
+    """What a discovery store holds of a model."""
+    try:
+        card = records.decode_model_card(data)
+    except RemoteProtocolError as error:
+        return str(error)[:40]
+    texts = all(isinstance(one, str) for one in card.texts.values())
+    require(texts, "a value that is no text", card)
+    require(0 <= card.instance_id <= records.MAX_INSTANCE_ID, "id", card)
+    return f"{len(card.texts)} {card.suffix is None}"
+
+
 def address_in(text: str) -> str:
     try:
         address = records.split_tcp_address(text)

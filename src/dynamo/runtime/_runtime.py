@@ -303,7 +303,7 @@ class _Core:
         ):
             for life in list(self._served):
                 life.stop_all(killed=killed)
-            if await self._all_idle(timeout_s):
+            if await self._all_idle(timeout_s) or not self._busy():
                 return
         _log.error(
             "requests did not end after they were stopped and cancelled: %s",

@@ -9,6 +9,7 @@
     |-- CallError                         a call failed; raised by the awaited call
     |   |-- NoInstances                   nobody to send the call to
     |   |   `-- NoInstancesInTime         (TimeoutError) nobody came while waiting
+    |   |-- NoMatchInTime                 (TimeoutError) no instance with such data
     |   |-- InstanceNotFound              ``direct`` named an instance that is not there
     |   |-- ConnectionFailed              (ConnectionError) no connection to the worker
     |   |-- WorkerLost                    (ConnectionError) the worker left mid-call
@@ -52,6 +53,7 @@ __all__ = [
     "MessageTooLarge",
     "NoInstances",
     "NoInstancesInTime",
+    "NoMatchInTime",
     "Overloaded",
     "ProtocolError",
     "Refused",
