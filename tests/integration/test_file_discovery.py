@@ -719,3 +719,32 @@ async def test_a_thousand_watches_leave_nothing_behind(store: Store) -> None:
     await backend.watch(INSTANCES, "", seen.append)
     store.write(FILE, b"{}")
     await eventually(lambda: len(seen) == 2)
+
+
+async def test_private_folder_is_for_its_user_alone(tmp_path: Path):
+    root = tmp_path / "mine"
+    root.mkdir(mode=0o777)
+    backend = FileBackend(root, private=True)
+    try:
+        await backend.register(INSTANCES, "a/b/c/1", b"{}")
+    finally:
+        await backend.aclose()
+    assert root.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files have no owner by number")
+async def test_private_folder_of_somebody_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    root = tmp_path / "theirs"
+    root.mkdir()
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    backend = FileBackend(root, private=True)
+    try:
+        with pytest.raises(
+            DiscoveryError, match=r"not a folder of this user.*DYN_FILE_KV"
+        ):
+            await backend.register(INSTANCES, "a/b/c/1", b"{}")
+    finally:
+        await backend.aclose()

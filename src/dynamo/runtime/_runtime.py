@@ -61,7 +61,7 @@ def _new_backend(config: RuntimeConfig) -> DiscoveryBackend:
     if config.discovery_backend == "file":
         from dynamo.runtime._discovery.file import FileBackend
 
-        return FileBackend(config.file_root)
+        return FileBackend(config.file_root, private=config.embedded)
     if config.discovery_backend == "mem":
         from dynamo.runtime._discovery.memory import MemoryBackend
 

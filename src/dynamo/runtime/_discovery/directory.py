@@ -47,6 +47,28 @@ class Clock(NamedTuple):
     wall_ns: Callable[[], int] = time.time_ns
 
 
+def keep_private(root: Path) -> None:
+    """Make a folder that only this user can enter.
+
+    Its name is known and the place is everybody's: records planted there by somebody
+    else would be called.
+
+    Raises:
+        DiscoveryError: it belongs to somebody else.
+    """
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not hasattr(os, "getuid"):
+        return
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise DiscoveryError(
+            f"{root} is not a folder of this user (uid {os.getuid()}, but the owner is "
+            f"{status.st_uid}): remove it, or name another place with DYN_FILE_KV"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        root.chmod(0o700)
+
+
 class Lock:
     """The held lock of a bucket directory."""
 

@@ -15,7 +15,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dynamo.runtime._discovery import KeyChange
-from dynamo.runtime._discovery.directory import TMP_PREFIX, Clock, Directory, Lock
+from dynamo.runtime._discovery.directory import (
+    TMP_PREFIX,
+    Clock,
+    Directory,
+    Lock,
+    keep_private,
+)
 from dynamo.runtime._discovery.liveness import LEFT, Liveness
 from dynamo.runtime._discovery.watching import LoopWatch, Prefix
 from dynamo.runtime.errors import DiscoveryError, RuntimeClosed
@@ -65,11 +71,13 @@ class FileBackend:
         refresh_s: float | None = None,
         connection_id: int | None = None,
         clock: Clock | None = None,
+        private: bool = False,
     ) -> None:
         self.connection_id = (
             secrets.randbits(64) if connection_id is None else connection_id
         )
         self._root = root
+        self._private = private
         self._ttl_s = ttl_s
         self._refresh_s = ttl_s / 3 if refresh_s is None else refresh_s
         self._full_look_s = min(_FULL_LOOK_S, self._refresh_s)
@@ -188,6 +196,8 @@ class FileBackend:
             self._renewing = self._liveness.every(self._refresh_s, self._renew)
         bucket = self._buckets.get(name)
         if bucket is None:
+            if self._private:
+                keep_private(self._root)
             path = self._root.joinpath(*name.split("/"))
             directory = Directory(path, self._ttl_s, self._clock)
             bucket = _Bucket(directory, self._clock)
