@@ -35,7 +35,7 @@ from dynamo.runtime._wire.faults import (
     error_of_refusal,
 )
 from dynamo.runtime._wire.payload import decode_value
-from dynamo.runtime.errors import CallError, RemoteProtocolError
+from dynamo.runtime.errors import CallError, InvalidArgument, RemoteProtocolError
 
 if TYPE_CHECKING:
     import contextvars
@@ -538,6 +538,9 @@ class _Run:
         if isinstance(error, asyncio.CancelledError):
             # As a rule the program ends, with any number of calls in flight.
             _log.info("handler %s of %s was cancelled", name, path)
+        elif isinstance(error, InvalidArgument):
+            # The caller's mistake, in the words that the caller gets.
+            _log.warning("handler %s of %s refused a request: %s", name, path, error)
         else:
             _log.error("handler %s of %s failed", name, path, exc_info=error)
 
