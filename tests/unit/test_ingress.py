@@ -37,6 +37,7 @@ class Reply:
         self.told: list[Any] = []
         self.codec = "msgpack"
         self.paused = False
+        self.codec = "msgpack"
         self.events: Any = None
 
     def start(self) -> None:
@@ -511,6 +512,29 @@ async def test_cancelling_oneself_is_an_error_of_that_name(worker: Worker):
     assert told[:2] == ["start", 1]
     assert told[2].startswith("Cancelled: CancelledError: ")
     assert told[3:] == ["finish"]
+
+
+async def test_being_cancelled_from_outside_is_told_and_no_alarm(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+):
+    """`asyncio.run` cancels every task at its end."""
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def handler(request):
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.append(task)
+        yield 1
+        await asyncio.Event().wait()
+
+    endpoint = worker.serve(handler)
+    call = Call()
+    endpoint.offer(call)
+    await until(lambda: call.reply.told == ["start", 1])
+    tasks[0].cancel()
+    await asyncio.wait_for(endpoint.idle(), LIMIT_S)
+    assert call.reply.told[2:] == ["Cancelled: CancelledError: ", "finish"]
+    assert caplog.text == ""
 
 
 async def test_a_base_exception_is_an_error_too(worker: Worker):

@@ -249,27 +249,32 @@ class _Chooser:
 
     async def wait_at_most(self, timeout_s: float | None) -> list[int]:
         """The routable ids, or an error that says who is there but cannot be called."""
-        routable = self.routable()
-        if routable:
+        ready = self._ready()
+        if ready:
             # Before any limit, so that 0 asks who is there now.
-            return [one.instance_id for one in routable]
+            return ready
         try:
-            return await asyncio.wait_for(self.wait(), timeout_s)
+            return await asyncio.wait_for(self._wait(), timeout_s)
         except asyncio.TimeoutError:
             nobody = self._nobody()
             raise NoInstancesInTime(
                 f"{nobody}: waited {timeout_s:g} s", attempts=0, facts=nobody.facts
             ) from None
 
-    async def wait(self) -> list[int]:
-        """The routable ids, as soon as there are any."""
-        while True:
-            routable = self.routable()
-            if routable:
-                return [one.instance_id for one in routable]
-            if self.home.instances.closed:
-                raise RuntimeClosed("channel closed: the runtime was shut down")
+    async def _wait(self) -> list[int]:
+        while not (ready := self._ready()):
             await self._change()
+        return ready
+
+    def _ready(self) -> list[int]:
+        """The routable ids.
+
+        Raises:
+            RuntimeClosed: nobody keeps the list up to date any more.
+        """
+        if self.home.instances.closed:
+            raise RuntimeClosed("channel closed: the runtime was shut down")
+        return [one.instance_id for one in self.routable()]
 
     async def _change(self) -> None:
         """Until the list changes or somebody who was withdrawn is back."""

@@ -31,6 +31,7 @@ from dynamo.runtime._wire.records import (
     instance_key,
     tcp_address,
 )
+from dynamo.runtime.errors import DiscoveryError, RuntimeClosed
 
 if TYPE_CHECKING:
     from dynamo.runtime._calls.ingress import Admission
@@ -77,7 +78,7 @@ class EndpointHome(Protocol):
         """An endpoint is being served."""
 
     def unserved(self, life: ServedEndpoint) -> None:
-        """It is no longer."""
+        """It is no longer, and its last request has ended."""
 
 
 class ServedEndpoint:
@@ -115,16 +116,26 @@ class ServedEndpoint:
         self._released = home.loop.create_future()
         home.served(self)
         try:
-            self._server, host, port = await home.request_server()
-            self._server.serve(self._path, self._take)
-            await register(home, self.name, host, port)
+            await self._begin()
             await self._released
         except BaseException:
             await self._leave()
             raise
         finally:
-            home.unserved(self)
+            # A shutdown waits for the last request, also after a cancellation.
+            self._ingress.when_idle().add_done_callback(lambda _: home.unserved(self))
         return ()
+
+    async def _begin(self) -> None:
+        home = self._home
+        try:
+            self._server, host, port = await home.request_server()
+            self._server.serve(self._path, self._take)
+            await register(home, self.name, host, port)
+        except RuntimeClosed:
+            # A shutdown that overtook the start ends serving like any other.
+            if not home.closing:
+                raise
 
     def _take(self, request: RequestReceived) -> str:
         call = CallhomeCall(
@@ -136,7 +147,7 @@ class ServedEndpoint:
         return self._ingress.offer(call)
 
     async def _leave(self) -> None:
-        """Cancelled: leave discovery and take no more; what runs goes on."""
+        """Cancelled or failed: leave discovery, take no more; what runs goes on."""
         self._ingress.refuse_new()
         if self._server is None:
             return
@@ -144,7 +155,11 @@ class ServedEndpoint:
         if not replaced and not self._home.closing:
             # With a limit: the store may be what failed.
             leaving = unregister(self._home, self.name)
-            await asyncio.wait_for(leaving, self._home.config.close_timeout_s)
+            try:
+                await asyncio.wait_for(leaving, self._home.config.close_timeout_s)
+            except (DiscoveryError, RuntimeClosed, asyncio.TimeoutError) as error:
+                # Why we leave is what the caller must hear, not this.
+                _log.info("no record of %s was taken back: %s", self.name, error)
 
     # What the runtime does at shutdown, in this order.
 

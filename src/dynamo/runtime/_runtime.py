@@ -14,11 +14,12 @@ import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 from dynamo.runtime import _signals
 from dynamo.runtime._calls.ingress import Admission
+from dynamo.runtime._calls.streams import on_loop
 from dynamo.runtime._client import ClientHome
 from dynamo.runtime._config import (
     RuntimeConfig,
@@ -48,6 +49,7 @@ T = TypeVar("T")
 _BACKENDS = ("kubernetes", "etcd", "file", "mem")
 _PLANES = ("nats", "tcp")
 _LEAVE_TIMEOUT_S = 2.0
+_TURNS_TO_CLOSE = 3
 
 
 def _new_backend(config: RuntimeConfig) -> DiscoveryBackend:
@@ -94,6 +96,7 @@ class _Core:
         self._closing_task: asyncio.Task[None] | None = None
         self._hurry: asyncio.Event = asyncio.Event()
         self._closed_waiters: list[asyncio.Future[None]] = []
+        self._sentinel: AsyncGenerator[None, None] | None = None
 
     # Loops
 
@@ -118,9 +121,14 @@ class _Core:
             task.add_done_callback(_retrieve)
             return task
         # The slow way, for other loops: there and back.
-        return asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(work, home), loop=running
-        )
+        try:
+            there = asyncio.run_coroutine_threadsafe(work, home)
+        except RuntimeError as error:
+            work.close()
+            raise RuntimeClosed(
+                "the event loop of this runtime was closed: make a new runtime"
+            ) from error
+        return asyncio.wrap_future(there, loop=running)
 
     def _check_alive(self) -> None:
         if os.getpid() != self._pid:
@@ -139,6 +147,7 @@ class _Core:
     async def request_server(self) -> tuple[RequestServer, str, int]:
         if self.closing:
             raise RuntimeClosed("the runtime was shut down")
+        await self._close_with_loop()
         async with self._server_lock:
             if self._server is None:
                 self._server, self._port = await SharedServers.open(
@@ -148,11 +157,17 @@ class _Core:
                     max_message_bytes=self.config.max_message_bytes,
                     frame_timeout_s=self.config.frame_timeout_s,
                 )
+                if self.closing:
+                    # It may have come too late to be closed with the rest.
+                    late, self._server = self._server, None
+                    SharedServers.release(late)
+                    raise RuntimeClosed("the runtime was shut down")
         return self._server, advertised_host(self.config.rpc_host), self._port
 
     async def client_home(self, name: EndpointName) -> ClientHome:
         if self.closing:
             raise RuntimeClosed("the runtime was shut down")
+        await self._close_with_loop()
         async with self._homes_lock:
             home = self._homes.get(name)
             if home is None or home.instances.closed:
@@ -194,9 +209,19 @@ class _Core:
         if os.getpid() == self._pid:
             self.backend.leave(_LEAVE_TIMEOUT_S)
 
-    def leave_soon(self) -> None:
-        """The same without waiting for it."""
-        threading.Thread(target=self.leave, daemon=True).start()
+    def leave_soon(self, then: Callable[[], object] = lambda: None) -> None:
+        """The same without waiting for it; ``then`` is called in another thread.
+
+        In a thread of its own: those of the loop may all be busy with the user's work.
+        """
+
+        def work() -> None:
+            try:
+                self.leave()
+            finally:
+                then()
+
+        threading.Thread(target=work, name="dynamo-leaving", daemon=True).start()
 
     def _leave_and_die(self, signum: signal.Signals) -> None:
         """SIGTERM in a program that does not handle it: callers learn of it first."""
@@ -246,8 +271,11 @@ class _Core:
 
     async def _leave_discovery(self) -> None:
         """Before anything else: nobody new should find us."""
-        leaving = self.loop.run_in_executor(None, self.leave)
-        await asyncio.wait((leaving,), timeout=_LEAVE_TIMEOUT_S + 1)
+        left = asyncio.Event()
+        waiting = spawn(self.loop, left.wait())
+        self.leave_soon(lambda: on_loop(self.loop, left.set))
+        await asyncio.wait((waiting,), timeout=_LEAVE_TIMEOUT_S + 1)
+        waiting.cancel()
 
     async def _drain(self) -> None:
         """Let work in flight end; then stop it, then kill it, each for a bounded time."""
@@ -291,6 +319,27 @@ class _Core:
             await life.idle()
         await self.replies.delivered()
 
+    async def _close_with_loop(self) -> None:
+        """See that nothing stays open if the program forgets to shut down."""
+        if self._sentinel is None:
+            self._sentinel = _sentinel_of(weakref.ref(self))
+            await anext(self._sentinel)
+
+    async def loop_ends(self) -> None:
+        """The program closes the loop; every task has been cancelled before."""
+        if self._closing_task is None:
+            self.closing = True
+            await self._leave_discovery()
+            for life in list(self._served):
+                life.release()
+        if self._closing_task is None or self._closing_task.cancelled():
+            await self._close_parts()
+        if self._lane is not None:
+            self._lane.listener.abort()
+        # Transports close their sockets in a later turn.
+        for _ in range(_TURNS_TO_CLOSE):
+            await asyncio.sleep(0)
+
     async def _close_parts(self) -> None:
         if self._unhook is not None:
             self._unhook()
@@ -303,6 +352,16 @@ class _Core:
             self._server = None
         self.replies.abort()
         await self.backend.aclose()
+
+
+async def _sentinel_of(reference: weakref.ref[_Core]) -> AsyncGenerator[None, None]:
+    """Suspended while its loop lives: `asyncio.run` closes such generators at last."""
+    try:
+        yield
+    finally:
+        core = reference()
+        if core is not None:
+            await core.loop_ends()
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

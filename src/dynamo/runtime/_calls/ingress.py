@@ -173,10 +173,16 @@ class EndpointIngress:
 
     async def idle(self) -> None:
         """Wait until no request is in flight."""
+        await self.when_idle()
+
+    def when_idle(self) -> asyncio.Future[None]:
+        """Done as soon as no request is in flight."""
+        waiter: asyncio.Future[None] = self.loop.create_future()
         if self._runs:
-            waiter = self.loop.create_future()
             self._idle.append(waiter)
-            await waiter
+        else:
+            waiter.set_result(None)
+        return waiter
 
     def stop_all(self, *, killed: bool) -> None:
         """Stop, or kill, every request in flight."""
@@ -508,15 +514,18 @@ class _Run:
     def _handler_failed(self, reply: ReplyStream, error: BaseException) -> None:
         """Report what the handler raised; cancellation and exits also go on."""
         if not self._over:
-            _log.error(
-                "handler %s of %s failed",
-                self._endpoint.handler.name,
-                self._endpoint.path,
-                exc_info=error,
-            )
+            self._log_failure(error)
             self._fail(reply, error_of_exception(error))
         if isinstance(error, (asyncio.CancelledError, KeyboardInterrupt, SystemExit)):
             raise error
+
+    def _log_failure(self, error: BaseException) -> None:
+        name, path = self._endpoint.handler.name, self._endpoint.path
+        if isinstance(error, asyncio.CancelledError):
+            # As a rule the program ends, with any number of calls in flight.
+            _log.info("handler %s of %s was cancelled", name, path)
+        else:
+            _log.error("handler %s of %s failed", name, path, exc_info=error)
 
     def _fail(self, reply: ReplyStream, error: ErrorObject) -> None:
         if not self._over:

@@ -656,6 +656,11 @@ class ResponseListener:
     def forget(self, subject: str) -> None:
         self._waiting.pop(subject, None)
 
+    def abort(self) -> None:
+        """Cut off the streams in progress: nobody will read them."""
+        for connection in list(self.connections):
+            connection.abort()
+
     def close(self) -> None:
         """Take no more calls home.  Streams in progress run to their end."""
         if self._server is not None:
