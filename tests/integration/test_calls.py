@@ -420,25 +420,30 @@ async def test_the_handlers_context_links_further_calls(cluster: Cluster):
     assert await read(stream) == []
 
 
+@pytest.mark.parametrize("connected", [True, False])
 async def test_a_call_cancelled_at_any_stage_leaves_no_handler_running(
-    cluster: Cluster,
+    cluster: Cluster, connected: bool
 ):
-    """After each number of turns of the loop, from none to when the stream stands."""
+    """After ever more turns of the loop, until the stream stands before that."""
     silent = Silent()
     worker = await cluster.worker(silent)
     client = await cluster.client()
-    for turns in range(60):
-        if turns % 6 == 0:  # a client that is not connected yet
+    if connected:
+        await (await client.round_robin(None)).aclose()
+    turns, too_late = 0, False
+    while not too_late:
+        if not connected:
             client = await cluster.client()
         calling = client.round_robin(None)
-        for _ in range(turns // 2):
+        for _ in range(turns):
             await asyncio.sleep(0)
-        calling.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await calling
+        too_late = not calling.cancel()
+        await asyncio.wait((calling,))
         del calling
         await until(lambda: silent.running == 0 and worker.in_flight == 0)
         await until(functools.partial(nothing_in_flight, client))
+        turns += 1 + turns // 8
+    assert turns > 5
     assert silent.started > 0
 
 
