@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -172,20 +171,26 @@ def advertised_host(host: str) -> str:
     )
 
 
+def _temporary_folder() -> Path:
+    import tempfile  # brings shutil and the compressors, which nothing else needs
+
+    return Path(tempfile.gettempdir())
+
+
 def _embedded_root(env: Mapping[str, str]) -> Path:
     """The folder of this user's own cluster on this machine."""
     base = env.get("XDG_RUNTIME_DIR")
     if base and Path(base).is_dir():
         return Path(base) / "dynamo-runtime-py"
     user = os.getuid() if hasattr(os, "getuid") else env.get("USERNAME", "user")
-    return Path(tempfile.gettempdir()) / f"dynamo-runtime-py-{user}"
+    return _temporary_folder() / f"dynamo-runtime-py-{user}"
 
 
 def _file_root(env: Mapping[str, str]) -> Path:
     """The genuine rule: unset is the system's temporary folder, empty is here."""
     root = env.get("DYN_FILE_KV")
     if root is None:
-        return Path(tempfile.gettempdir()) / "dynamo_store_kv"
+        return _temporary_folder() / "dynamo_store_kv"
     return Path(root or ".")
 
 
