@@ -21,6 +21,7 @@ from dynamo.runtime._config import advertised_host
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import (
     Connection,
+    Limit,
     connect,
     listen,
     spawn,
@@ -70,6 +71,8 @@ _HANDSHAKE_TIMEOUT_S = 10.0
 _IDLE_CHECK_S = 30.0
 # How long a stopped call is remembered so that a late call-home can be told of the stop.
 _LATE_CALL_HOME_S = 60.0
+# How early the clock of a loop may wake us.
+_CLOCK_S = 0.002
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _FIN_ON_CLOSE = struct.pack("ii", 0, 0)
 
@@ -93,7 +96,7 @@ class _RequestConnection(Connection):
         self._pool = pool
         self._reader = AckReader()
         self._awaited: deque[tuple[float, OnAck]] = deque()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Limit | None = None
         self._retired = False
 
     @property
@@ -107,11 +110,11 @@ class _RequestConnection(Connection):
 
     def submit(self, frame: bytes, on_ack: OnAck) -> None:
         """Send a request; ``on_ack`` gets its ack, or the error that replaced it."""
-        limit = self._loop.time() + self._pool.config.request_timeout_s
-        self._awaited.append((limit, on_ack))
+        timeout_s = self._pool.config.request_timeout_s
+        self._awaited.append((self._loop.time() + timeout_s, on_ack))
         self.send(frame)
         if self._timer is None:
-            self._timer = self._loop.call_at(limit, self._expire)
+            self._timer = Limit(self._loop, timeout_s, self._expire)
 
     @override
     def received(self, data: bytes) -> None:
@@ -124,11 +127,13 @@ class _RequestConnection(Connection):
 
     def _expire(self) -> None:
         """Fail the requests whose time is up; later ones keep their place in the order."""
-        self._timer = None
+        assert self._timer is not None
         now = self._loop.time()
+        slack_s, self._timer = self._timer.slack_s, None
         kept: deque[tuple[float, OnAck]] = deque()
-        for limit, on_ack in self._awaited:
-            if limit > now or on_ack is _ignore:
+        for first_limit, on_ack in self._awaited:
+            limit = first_limit + slack_s
+            if limit > now + _CLOCK_S or on_ack is _ignore:
                 kept.append((limit, on_ack))
                 continue
             # The worker owes this ack still: without its place in the order every
@@ -144,7 +149,7 @@ class _RequestConnection(Connection):
         self._awaited = kept
         waiting = [limit for limit, on_ack in kept if on_ack is not _ignore]
         if waiting:
-            self._timer = self._loop.call_at(waiting[0], self._expire)
+            self._timer = Limit(self._loop, waiting[0] - now, self._expire)
         self._close_if_retired()
 
     def _close_if_retired(self) -> None:
@@ -336,7 +341,7 @@ class _Call:
         self._receiver = ResponseReceiver(record.codec)
         self._gate = gate
         self._connection: _HomeConnection | None = None
-        self._call_home_timer: asyncio.TimerHandle | None = None
+        self._call_home_timer: Limit | None = None
         self._stop_due = False
         self._over = False
 
@@ -406,9 +411,8 @@ class _Call:
             self._refuse(Refused(f"Unavailable: {ack.text}"), inhibits=True)
         elif self._record.ours:
             # Ours calls home at once, also when the request has to wait there.
-            self._call_home_timer = self._lane.loop.call_later(
-                self._lane.config.call_home_timeout_s, self._no_call_home
-            )
+            limit_s = self._lane.config.call_home_timeout_s
+            self._call_home_timer = Limit(self._lane.loop, limit_s, self._no_call_home)
 
     def _no_call_home(self) -> None:
         limit = self._lane.config.call_home_timeout_s
@@ -562,7 +566,7 @@ class _HomeConnection(Connection):
         self._listener = listener
         self._reader = TwoPartReader()
         self._call: _Call | _Input | None = None
-        self._handshake_timer: asyncio.TimerHandle | None = None
+        self._handshake_timer: Limit | None = None
 
     @override
     def opened(self) -> None:
@@ -570,7 +574,7 @@ class _HomeConnection(Connection):
         sock = self._transport.get_extra_info("socket")
         # Our death must reach a silent genuine worker as a reset; a FIN is no news to it.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-        self._handshake_timer = self._loop.call_later(_HANDSHAKE_TIMEOUT_S, self.abort)
+        self._handshake_timer = Limit(self._loop, _HANDSHAKE_TIMEOUT_S, self.abort)
         self._listener.connections.add(self)
 
     def close_in_order(self) -> None:

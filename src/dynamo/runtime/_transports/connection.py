@@ -24,6 +24,9 @@ _log = logging.getLogger("dynamo.runtime.transport")
 T = TypeVar("T")
 P = TypeVar("P", bound="Connection")
 
+# A loop that is later than this for an appointment stood still, and how often to look.
+_STOOD_STILL_S = 0.05
+_LOOKS = 4
 # Small frames of one turn of the loop go out in one write; more than this many, or this
 # much, do not wait for the end of the turn: the peer can start while we go on.
 _EARLY_FRAMES = 16
@@ -43,6 +46,56 @@ def spawn(
     """
     inside = contextvars.Context() if context is None else context
     return inside.run(loop.create_task, coroutine)
+
+
+class Limit:
+    """A bound on how long the other side may take.
+
+    Time in which our own loop stood still does not count: what came meanwhile must be
+    read, and what was queued be sent, before anybody is judged.  Therefore it looks at
+    the clock several times.
+
+    Args:
+        loop: The home loop.
+        delay_s: How long the other side has.
+        expired: Called once it has not kept to that.
+
+    Attributes:
+        slack_s: By how much the bound was moved so far.
+    """
+
+    __slots__ = ("_at", "_expired", "_look_at", "_loop", "_step_s", "_timer", "slack_s")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        delay_s: float,
+        expired: Callable[[], None],
+    ) -> None:
+        self.slack_s = 0.0
+        self._loop = loop
+        self._expired = expired
+        self._step_s = max(delay_s, 0.0) / _LOOKS
+        now = loop.time()
+        self._at = now + max(delay_s, 0.0)
+        self._look_at = now + self._step_s
+        self._timer = loop.call_at(self._look_at, self._look)
+
+    def cancel(self) -> None:
+        """End it; nothing is called any more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        late_s = now - self._look_at
+        if late_s > _STOOD_STILL_S:
+            self.slack_s += late_s
+            self._at += late_s
+        elif self._look_at >= self._at:
+            self._expired()
+            return
+        self._look_at = min(self._at, now + self._step_s)
+        self._timer = self._loop.call_at(self._look_at, self._look)
 
 
 class Connection(asyncio.Protocol):
@@ -267,12 +320,16 @@ async def connect(
     # A task of its own: its call-backs must not inherit the caller's context, and a
     # connection that stands just as the caller is cancelled must not leak.
     task = spawn(loop, _create_connection(loop, factory, host, port))
+    expired: asyncio.Future[None] = loop.create_future()
+    limit = Limit(loop, timeout_s, lambda: expired.set_result(None))
     try:
-        await asyncio.wait((task,), timeout=timeout_s)
+        await asyncio.wait((task, expired), return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
         task.cancel()
         task.add_done_callback(_abandon)
         raise
+    finally:
+        limit.cancel()
     if task.done() and not task.cancelled() and task.exception() is None:
         return task.result()
     task.cancel()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._transports.connection import Connection, listen
+from dynamo.runtime._transports.connection import Connection, Limit, listen
 from dynamo.runtime._wire.callhome import (
     INVALID_PATH_TEXT,
     RequestReader,
@@ -168,7 +168,7 @@ class _RequestConnection(Connection):
         self._owner = server
         self._reader = RequestReader(server.max_message_bytes)
         self._received_bytes = 0
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | Limit | None = None
 
     @override
     def opened(self) -> None:
@@ -223,8 +223,11 @@ class _RequestConnection(Connection):
     def _watch_frame(self) -> None:
         """Time frames from their first byte: pools connect long before they send."""
         if self._reader.mid_frame and self._deadline is None:
-            self._deadline = self._loop.call_later(
-                self._owner.frame_timeout_s, self._check_frame, self._received_bytes
+            before_bytes = self._received_bytes
+            self._deadline = Limit(
+                self._loop,
+                self._owner.frame_timeout_s,
+                lambda: self._check_frame(before_bytes),
             )
 
     def _stop_watching(self) -> None:
