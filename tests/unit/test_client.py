@@ -492,6 +492,19 @@ async def test_bad_ids_are_refused_at_the_call(
         cluster.client().direct(None, instance_id)
 
 
+class Index:
+    """Whole numbers of other libraries are like this."""
+
+    def __index__(self) -> int:
+        return 7
+
+
+async def test_whatever_is_a_whole_number_names_an_instance(cluster: Cluster):
+    await cluster.join(3, 7)
+    stream = await cluster.client().direct(None, Index())  # type: ignore[arg-type]
+    assert stream.instance_id == 7
+
+
 @pytest.mark.parametrize("annotated", [None, False])
 async def test_annotated_none_means_bare_data(cluster: Cluster, annotated: bool | None):
     await cluster.join(1)

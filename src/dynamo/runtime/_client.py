@@ -707,13 +707,15 @@ async def _stream_of(call: OutgoingCall) -> AsyncResponseStream:
     return AsyncResponseStream._of(call)
 
 
-def _check_id(instance_id: object) -> int:
-    if not isinstance(instance_id, int):
+def _check_id(instance_id: Any) -> int:
+    try:
+        number = operator.index(instance_id)
+    except TypeError:
         raise TypeError(
             f"argument 'instance_id': expected an int, not {type(instance_id).__name__}"
-        )
-    if instance_id < 0:
+        ) from None
+    if number < 0:
         raise OverflowError("can't convert negative int to unsigned")
-    if instance_id > _MAX_ID:
+    if number > _MAX_ID:
         raise OverflowError("int too big to convert: ids have 64 bits")
-    return instance_id
+    return number

@@ -6,14 +6,18 @@ context: by the handler, or by the runtime at the first item with data.
 
 from __future__ import annotations
 
+import logging
+import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from dynamo.runtime._calls.context import Context
 from dynamo.runtime._sealed import Unconstructible
 
 if TYPE_CHECKING:
     from dynamo.runtime._calls.worker_type import WorkerType
+
+_log = logging.getLogger("dynamo.runtime.ingress")
 
 _MAX_DP_RANK = 2**32 - 1
 
@@ -66,13 +70,15 @@ class FirstTokenSource(Unconstructible):
                 f"argument 'context': expected a Context, not {type(context).__name__}"
             )
         if dp_rank is not None:
-            _check_rank(dp_rank)
+            dp_rank = _checked(dp_rank)
         state = context._state
         told = FirstToken(state.id, self._worker_type, dp_rank)
         state.on_first_token(lambda: self._tell(told))
 
     def subscribe(self, listener: Callable[[FirstToken], None]) -> Callable[[], None]:
         """Have ``listener`` called for each first token, where it is noticed.
+
+        What it raises is logged: it is no affair of the request.
 
         Returns:
             What ends the subscription.
@@ -87,13 +93,25 @@ class FirstTokenSource(Unconstructible):
 
     def _tell(self, first_token: FirstToken) -> None:
         for listener in list(self._listeners):
-            listener(first_token)
+            _call(listener, first_token)
 
 
-def _check_rank(dp_rank: object) -> None:
-    if not isinstance(dp_rank, int):
+def _call(listener: Callable[[FirstToken], None], first_token: FirstToken) -> None:
+    try:
+        listener(first_token)
+    except Exception:  # noqa: BLE001 - a listener may raise anything
+        _log.exception(
+            "a listener failed at the first token of request %s", first_token.request_id
+        )
+
+
+def _checked(dp_rank: Any) -> int:
+    try:
+        number = operator.index(dp_rank)
+    except TypeError:
         raise TypeError(
             f"argument 'dp_rank': expected an int, not {type(dp_rank).__name__}"
-        )
-    if not 0 <= dp_rank <= _MAX_DP_RANK:
-        raise OverflowError(f"dp_rank {dp_rank} is not from 0 to {_MAX_DP_RANK}")
+        ) from None
+    if not 0 <= number <= _MAX_DP_RANK:
+        raise OverflowError(f"dp_rank {number} is not from 0 to {_MAX_DP_RANK}")
+    return number

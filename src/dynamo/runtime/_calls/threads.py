@@ -53,17 +53,22 @@ class ThreadedGenerator:
     async def aclose(self) -> None:
         """Close the generator in its thread, once the step in progress is back."""
         self._steps.put(None)
-        if self._thread.ident is not None:
-            error = await asyncio.shield(self._ended)
-            if error is not None:
-                raise error
+        if self._thread.ident is None:
+            _settle(self._ended, None, None)
+        error = await asyncio.shield(self._ended)
+        if error is not None:
+            raise error
 
     # In the thread
 
+    def _items(self) -> Generator[Any, Any, None]:
+        # The call itself may fail: then the first step does.
+        yield from self._make()
+
     def _work(self) -> None:
         failure: BaseException | None = None
+        generator = self._items()
         try:
-            generator = self._make()
             while (step := self._steps.get()) is not None:
                 if not self._take(generator, step):
                     break
@@ -89,7 +94,8 @@ class ThreadedGenerator:
         except BaseException as error:  # noqa: BLE001 - the user's code raises anything
             failure = error
         on_loop(self._loop, _settle, step, value, failure)
-        return failure is None
+        # A loop that was closed in the meantime will ask for no more.
+        return failure is None and not self._loop.is_closed()
 
 
 def _settle(
