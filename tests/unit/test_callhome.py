@@ -188,7 +188,7 @@ def test_any_split_gives_the_same_acks(texts: list[str], cuts: list[int]) -> Non
         (callhome.unknown_endpoint_text("a/b"), "unavailable"),
         ("Server unavailable: worker pool channel closed", "unavailable"),
         (callhome.INVALID_PATH_TEXT, None),
-        (callhome.too_large_text(2, 1), None),
+        (callhome.too_large_text(2, 1), "unreadable"),
         ("Server", None),
     ],
 )
@@ -272,7 +272,7 @@ def test_control_header_has_a_limit() -> None:
         encode_request_payload(control(metadata={"k": "x" * (room + 1)}), None)
     assert str(caught.value) == (
         "Generic error: request control message too large: 131073 bytes exceeds limit "
-        "131072"
+        "131072 (shorten the id or the metadata of the context)"
     )
 
 

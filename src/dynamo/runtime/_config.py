@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -171,10 +172,17 @@ def advertised_host(host: str) -> str:
     )
 
 
-def _temporary_folder() -> Path:
-    import tempfile  # brings shutil and the compressors, which nothing else needs
+def _temporary_folder(env: Mapping[str, str]) -> Path:
+    """The system's folder, where the genuine runtime finds it too.
 
-    return Path(tempfile.gettempdir())
+    `tempfile.gettempdir` follows further variables, and writes a file to try the folder:
+    making a runtime does no I/O.
+    """
+    if sys.platform == "win32":
+        import tempfile
+
+        return Path(tempfile.gettempdir())
+    return Path(env.get("TMPDIR") or "/tmp")
 
 
 def _embedded_root(env: Mapping[str, str]) -> Path:
@@ -183,14 +191,14 @@ def _embedded_root(env: Mapping[str, str]) -> Path:
     if base and Path(base).is_dir():
         return Path(base) / "dynamo-runtime-py"
     user = os.getuid() if hasattr(os, "getuid") else env.get("USERNAME", "user")
-    return _temporary_folder() / f"dynamo-runtime-py-{user}"
+    return _temporary_folder(env) / f"dynamo-runtime-py-{user}"
 
 
 def _file_root(env: Mapping[str, str]) -> Path:
     """The genuine rule: unset is the system's temporary folder, empty is here."""
     root = env.get("DYN_FILE_KV")
     if root is None:
-        return _temporary_folder() / "dynamo_store_kv"
+        return _temporary_folder(env) / "dynamo_store_kv"
     return Path(root or ".")
 
 

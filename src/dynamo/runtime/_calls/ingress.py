@@ -55,6 +55,8 @@ _log = logging.getLogger("dynamo.runtime.ingress")
 _GIVE_WAY_BYTES = 64 * 1024
 # What a small value costs beyond its bytes.
 _FRAME_BYTES = 64
+# Between two lines about refused requests.
+_REPORT_PAUSE_S = 10.0
 # A handler that has not looked at its context since it was stopped does not know.
 _UNAWARE_GRACE_S = 0.05
 
@@ -70,6 +72,8 @@ class Admission:
         # In order, and quick to leave from the middle.
         self._waiting: OrderedDict[asyncio.Future[None], None] = OrderedDict()
         self._reserved = 0
+        self._untold_refusals = 0
+        self._silent_until = 0.0
 
     def reserve(self) -> bool:
         """Take a place for a new request; False if the worker is full."""
@@ -78,6 +82,22 @@ class Admission:
             return False
         self._reserved += 1
         return True
+
+    def report_refusal(self, now: float) -> None:
+        """Tell the operator, in a line now and then however many are refused."""
+        self._untold_refusals += 1
+        if now < self._silent_until:
+            return
+        _log.warning(
+            "worker full, requests refused: %d; %d run and %d wait, the most that are "
+            "allowed (DYN_TCP_WORKER_POOL_SIZE and DYN_TCP_WORK_QUEUE_SIZE, or "
+            "DYN_ENGINE_REQUEST_LIMIT and DYN_DYNAMO_REQUEST_QUEUE_LIMIT)",
+            self._untold_refusals,
+            self._running_limit,
+            self._waiting_limit,
+        )
+        self._untold_refusals = 0
+        self._silent_until = now + _REPORT_PAUSE_S
 
     def release(self, *, ran: bool) -> None:
         """Give the place back; ``ran`` if the request had got to run."""
@@ -154,6 +174,7 @@ class EndpointIngress:
         if self._draining:
             return f"Server unavailable: endpoint {self.path} is draining"
         if not self.admission.reserve():
+            self.admission.report_refusal(self.loop.time())
             return OVERLOADED_TEXT
         run = _Run(self, call)
         self._runs.add(run)

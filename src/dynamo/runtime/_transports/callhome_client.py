@@ -54,6 +54,7 @@ from dynamo.runtime.errors import (
     CallError,
     CallTimeout,
     ConnectionFailed,
+    MessageTooLarge,
     Overloaded,
     Refused,
     RemoteProtocolError,
@@ -405,10 +406,11 @@ class _Call:
         if isinstance(ack, CallError):
             self._refuse(ack, inhibits=True)
         elif ack.refusal == "overloaded":
-            error = Overloaded(f"CapacityExhausted: {ack.text}", retry_after=1.0)
-            self._refuse(error, inhibits=False)
+            self._refuse(_overloaded(ack.text), inhibits=False)
         elif ack.refusal == "unavailable":
             self._refuse(Refused(f"Unavailable: {ack.text}"), inhibits=True)
+        elif ack.refusal == "unreadable":
+            self._refuse(_too_large_there(ack.text), inhibits=False)
         elif self._record.ours:
             # Ours calls home at once, also when the request has to wait there.
             limit_s = self._lane.config.call_home_timeout_s
@@ -491,6 +493,22 @@ class _Call:
             instance_id=self._record.instance_id,
         )
         self._refuse(error, inhibits=inhibits)
+
+
+def _overloaded(text: str) -> Overloaded:
+    settings = "DYN_TCP_WORKER_POOL_SIZE, DYN_TCP_WORK_QUEUE_SIZE (of the worker)"
+    return Overloaded(
+        f"CapacityExhausted: {text}", retry_after=1.0, facts={"limit": settings}
+    )
+
+
+def _too_large_there(text: str) -> MessageTooLarge:
+    """The worker allows less than we do."""
+    return MessageTooLarge(
+        f"InvalidRequest: {text}: reduce the request, or raise "
+        "DYN_TCP_MAX_MESSAGE_SIZE of the worker",
+        phase="ack",
+    )
 
 
 class _Input:

@@ -191,12 +191,17 @@ class AckReceived(msgspec.Struct, gc=False):
     text: str
 
     @property
-    def refusal(self) -> Literal["overloaded", "unavailable"] | None:
-        """Why the request was refused.  Any other text means accepted."""
+    def refusal(self) -> Literal["overloaded", "unavailable", "unreadable"] | None:
+        """Why the request was refused.  Any other text means accepted.
+
+        The genuine client takes the last one for accepted, too, and waits for ever.
+        """
         if self.text.startswith("Server overloaded:"):
             return "overloaded"
         if self.text.startswith("Server unavailable:"):
             return "unavailable"
+        if self.text.startswith("Read error:"):
+            return "unreadable"
         return None
 
 
@@ -315,7 +320,8 @@ def encode_request_payload(control: ControlHeader, body: bytes | None) -> bytes:
     if len(header) > MAX_CONTROL_BYTES:
         raise MessageTooLarge(
             f"Generic error: request control message too large: {len(header)} bytes "
-            f"exceeds limit {MAX_CONTROL_BYTES}"
+            f"exceeds limit {MAX_CONTROL_BYTES} (shorten the id or the metadata of the "
+            "context)"
         )
     return encode_two_part(header, body or b"")
 
