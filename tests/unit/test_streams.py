@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from dynamo.runtime._calls import streams
+from dynamo.runtime._calls import inbox
+from dynamo.runtime._calls.inbox import Inbox, on_loop
 from dynamo.runtime._calls.streams import (
     Annotated,
     AsyncResponseStream,
-    Inbox,
     PyAsyncRequestStream,
     ResponseSender,
-    on_loop,
 )
 from dynamo.runtime._wire.payload import AnnotatedItem
 from dynamo.runtime.errors import RuntimeClosed
@@ -668,4 +667,4 @@ def test_annotated_is_compared_by_identity_and_not_copied():
 
 
 def test_marks_are_far_enough_apart():
-    assert 0 < streams._LOW_ITEMS < streams._FULL_ITEMS
+    assert 0 < inbox._LOW_ITEMS < inbox._FULL_ITEMS

@@ -21,8 +21,9 @@ import os
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
+from dynamo.runtime._calls.inbox import Inbox, on_loop, soon_on_loop
 from dynamo.runtime._calls.pump import Pump
-from dynamo.runtime._calls.streams import Annotated, Inbox, on_loop, soon_on_loop
+from dynamo.runtime._calls.streams import Annotated
 from dynamo.runtime._wire.faults import exception_of_error, inhibits
 from dynamo.runtime.errors import (
     CallError,

@@ -20,13 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._calls.context import Context, ContextState
 from dynamo.runtime._calls.handlers import Handler, ShapeError
+from dynamo.runtime._calls.inbox import Inbox, on_loop
 from dynamo.runtime._calls.items import ItemError, encode_error, encode_item, has_data
-from dynamo.runtime._calls.streams import (
-    Inbox,
-    PyAsyncRequestStream,
-    ResponseSender,
-    on_loop,
-)
+from dynamo.runtime._calls.streams import PyAsyncRequestStream, ResponseSender
 from dynamo.runtime._transports.connection import spawn
 from dynamo.runtime._wire.callhome import OVERLOADED_TEXT
 from dynamo.runtime._wire.faults import (

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
-from dynamo.runtime._calls.streams import on_loop
+from dynamo.runtime._calls.inbox import on_loop
 
 
 class ThreadedGenerator:
