@@ -283,8 +283,14 @@ def test_the_argument_wins_over_the_request_plane_of_the_environment() -> None:
 def test_the_folder_of_a_named_file_backend_follows_the_genuine_rule(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert named().file_root == tmp_path / "dynamo_store_kv"
+    assert named().file_root == Path("/tmp/dynamo_store_kv")
+    assert named(TMPDIR="").file_root == Path("/tmp/dynamo_store_kv")
+    assert named(TMPDIR="/not/there").file_root == Path("/not/there/dynamo_store_kv")
+    with monkeypatch.context() as windows:
+        windows.setattr("os.name", "nt")
+        windows.setattr("tempfile.tempdir", str(tmp_path))
+        assert _config._temporary_folder({}) == str(tmp_path)
+        assert _config._temporary_folder({"TEMP": "there"}) == "there"
     assert named(DYN_FILE_KV="/some/where").file_root == Path("/some/where")
     assert named(DYN_FILE_KV="").file_root == Path()
 
@@ -292,18 +298,17 @@ def test_the_folder_of_a_named_file_backend_follows_the_genuine_rule(
 def test_the_embedded_folder_belongs_to_this_user(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("os.getuid", lambda: 1234)
     inside = tmp_path / "run"
     inside.mkdir()
     assert (
         embedded(XDG_RUNTIME_DIR=str(inside)).file_root == inside / "dynamo-runtime-py"
     )
-    of_user = tmp_path / "dynamo-runtime-py-1234"
+    of_user = Path("/tmp/dynamo-runtime-py-1234")
     assert embedded().file_root == of_user
     assert embedded(XDG_RUNTIME_DIR=str(tmp_path / "gone")).file_root == of_user
     monkeypatch.delattr("os.getuid")
-    assert embedded(USERNAME="eve").file_root == tmp_path / "dynamo-runtime-py-eve"
+    assert embedded(USERNAME="eve").file_root == Path("/tmp/dynamo-runtime-py-eve")
 
 
 # ------------------------------------------------------------------------- bind rules

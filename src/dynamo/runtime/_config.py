@@ -171,20 +171,31 @@ def advertised_host(host: str) -> str:
     )
 
 
+def _temporary_folder(env: Mapping[str, str]) -> str:
+    """Where the genuine runtime looks: one variable, and never at the disk.
+
+    `tempfile.gettempdir` tries to write there, and takes another one if it cannot: then
+    two processes would not find each other.
+    """
+    if os.name == "nt":
+        return env.get("TEMP") or tempfile.gettempdir()
+    return env.get("TMPDIR") or "/tmp"
+
+
 def _embedded_root(env: Mapping[str, str]) -> Path:
     """The folder of this user's own cluster on this machine."""
     base = env.get("XDG_RUNTIME_DIR")
     if base and Path(base).is_dir():
         return Path(base) / "dynamo-runtime-py"
     user = os.getuid() if hasattr(os, "getuid") else env.get("USERNAME", "user")
-    return Path(tempfile.gettempdir()) / f"dynamo-runtime-py-{user}"
+    return Path(_temporary_folder(env)) / f"dynamo-runtime-py-{user}"
 
 
 def _file_root(env: Mapping[str, str]) -> Path:
     """The genuine rule: unset is the system's temporary folder, empty is here."""
     root = env.get("DYN_FILE_KV")
     if root is None:
-        return Path(tempfile.gettempdir()) / "dynamo_store_kv"
+        return Path(_temporary_folder(env)) / "dynamo_store_kv"
     return Path(root or ".")
 
 

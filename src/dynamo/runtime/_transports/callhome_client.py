@@ -26,8 +26,10 @@ from dynamo.runtime._transports.connection import (
     spawn,
 )
 from dynamo.runtime._wire.callhome import (
+    INVALID_PATH_TEXT,
     KILL,
     STOP,
+    TOO_LARGE_TEXT,
     AckReader,
     AckReceived,
     ConnectionInfo,
@@ -51,6 +53,7 @@ from dynamo.runtime.errors import (
     CallError,
     CallTimeout,
     ConnectionFailed,
+    MessageTooLarge,
     Overloaded,
     Refused,
     RemoteProtocolError,
@@ -65,6 +68,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("dynamo.runtime.callhome")
 
 _HANDSHAKE_TIMEOUT_S = 10.0
+# A stranger may not make us keep more than this.
+_MAX_HANDSHAKE_BYTES = 64 * 1024
 _IDLE_CHECK_S = 30.0
 # How long a stopped call is remembered so that a late call-home can be told of the stop.
 _LATE_CALL_HOME_S = 60.0
@@ -116,6 +121,7 @@ class _RequestConnection(Connection):
             if not self._awaited:
                 raise RemoteProtocolError("an ack came that no request waits for")
             self._awaited.popleft()[1](ack)
+        self._reader.check()
         self._pool.made_room()
         self._close_if_retired()
 
@@ -154,13 +160,15 @@ class _RequestConnection(Connection):
             self._timer.cancel()
         self._pool.remove(self)
         awaited, self._awaited = self._awaited, deque()
-        for _, on_ack in awaited:
-            # The request was written: the worker may have begun to run it.
+        # One frame is one request, and the last ones are those that were not written.
+        # The others the worker may have begun to run.
+        written = len(awaited) - len(self._out)
+        for position, (_, on_ack) in enumerate(awaited):
             on_ack(
                 ConnectionFailed(
                     f"Unavailable: TCP connection to {self._pool.authority} failed",
-                    phase="ack",
-                    retryable=False,
+                    phase="ack" if position < written else "send",
+                    retryable=position >= written,
                     facts={"reason": str(error or "closed by the worker")},
                 )
             )
@@ -193,9 +201,11 @@ class _HostPool:
 
         Raises:
             ConnectionFailed: none could be made.
+            RuntimeClosed: the runtime was shut down, perhaps meanwhile.
         """
         self.used_at = self.loop.time()
         while True:
+            self._lane.check_open()
             ready = self._next_usable()
             if ready is not None:
                 return ready
@@ -374,13 +384,10 @@ class _Call:
         if self._over or self._connection is not None:
             # A worker that has called home has accepted, whatever became of its ack.
             return
-        if isinstance(ack, CallError):
-            self._refuse(ack, inhibits=True)
-        elif ack.refusal == "overloaded":
-            error = Overloaded(f"CapacityExhausted: {ack.text}", retry_after=1.0)
-            self._refuse(error, inhibits=False)
-        elif ack.refusal == "unavailable":
-            self._refuse(Refused(f"Unavailable: {ack.text}"), inhibits=True)
+        refusal = _refusal_of(ack)
+        if refusal is not None:
+            error, inhibits = refusal
+            self._refuse(error, inhibits=inhibits)
         elif self._record.ours:
             # Ours calls home at once, also when the request has to wait there.
             self._call_home_timer = self._lane.loop.call_later(
@@ -463,6 +470,21 @@ class _Call:
         self._refuse(error, inhibits=inhibits)
 
 
+def _refusal_of(ack: AckReceived | CallError) -> tuple[CallError, bool] | None:
+    """Why the worker does not take the call, and whether to avoid it for a while."""
+    if isinstance(ack, CallError):
+        return ack, True
+    if ack.refusal == "overloaded":
+        return Overloaded(f"CapacityExhausted: {ack.text}", retry_after=1.0), False
+    if ack.refusal == "unavailable" or ack.text == INVALID_PATH_TEXT:
+        return Refused(f"Unavailable: {ack.text}"), True
+    if ack.text.startswith(TOO_LARGE_TEXT):
+        # The genuine client takes this for "accepted" and waits for ever.
+        text = f"InvalidRequest: the worker's limit is lower than ours: {ack.text}"
+        return MessageTooLarge(text, phase="ack"), False
+    return None
+
+
 class _ResponseConnection(Connection):
     """A connection that a worker opened to our listener."""
 
@@ -471,6 +493,7 @@ class _ResponseConnection(Connection):
         self._listener = listener
         self._reader = TwoPartReader()
         self._call: _Call | None = None
+        self._strange_bytes = 0
         self._handshake_timer: asyncio.TimerHandle | None = None
 
     @override
@@ -489,6 +512,13 @@ class _ResponseConnection(Connection):
                 self._call.receive(frame)
             elif not self._handshake(frame):
                 return
+        self._reader.check()
+        if self._call is None:
+            self._strange_bytes += len(data)
+            if self._strange_bytes > _MAX_HANDSHAKE_BYTES:
+                raise RemoteProtocolError(
+                    f"no handshake in the first {self._strange_bytes} bytes"
+                )
 
     def _handshake(self, frame: TwoPart) -> bool:
         if self._handshake_timer is not None:
@@ -523,14 +553,18 @@ class ResponseListener:
         self._waiting: dict[str, _Call] = {}
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
+        self._closed = False
 
     async def start(self) -> None:
         """Listen, if not done before.
 
         Raises:
             CannotListen: the address cannot be bound.
+            RuntimeClosed: the runtime was shut down.
         """
         async with self._starting:
+            if self._closed:
+                raise RuntimeClosed("the runtime was shut down")
             if self._server is not None:
                 return
             self._server, port = await listen(
@@ -555,6 +589,7 @@ class ResponseListener:
 
     def close(self) -> None:
         """Take no more calls home.  Streams in progress run to their end."""
+        self._closed = True
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -578,8 +613,7 @@ class CallhomeClientLane:
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> _Call:
-        if self._closed:
-            raise RuntimeClosed("the runtime was shut down")
+        self.check_open()
         address = _callable_address(record)
         body = _encode_for(record, request)
         gate = await self._gate(record, request)
@@ -594,6 +628,10 @@ class CallhomeClientLane:
         self.listener.expect(call)
         connection.submit(frame, call.on_ack)
         return call
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise RuntimeClosed("the runtime was shut down")
 
     async def _gate(self, record: EndpointRecord, request: CallRequest) -> _Gate | None:
         if record.ours:
