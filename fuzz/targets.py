@@ -99,6 +99,7 @@ def feed(
         for piece in pieces:
             fed += len(piece)
             events += reader.feed(piece)
+            reader.check()
             check_held(reader, fed)
         reader.feed_eof()
     except RemoteProtocolError as error:
@@ -198,6 +199,7 @@ def frames_of(data: bytes) -> list[TwoPart]:
     with contextlib.suppress(RemoteProtocolError):
         for at in range(0, len(data), 24):
             frames += reader.feed(data[at : at + 24])
+            reader.check()
     return frames
 
 

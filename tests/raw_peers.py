@@ -250,6 +250,14 @@ class RawClient:
         body = encode_value(value, "json" if control.codec == "json" else "msgpack")
         return self.frame(encode_request_payload(control, body))
 
+    def streamed_request(self, **changes: Any) -> bytes:
+        """A request whose input comes on a connection of its own."""
+        control = self.control(request_type="many_in", **changes)
+        control.request_stream = ConnectionInfo(
+            self.address, "the-input", control.id, "request"
+        )
+        return self.frame(encode_request_payload(control, None))
+
     def frame(self, payload: bytes, path: str | None = None) -> bytes:
         """A request frame around whatever payload."""
         path = self.worker.path if path is None else path

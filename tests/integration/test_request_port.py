@@ -30,7 +30,13 @@ from raw_peers import (
 from dynamo.runtime import Context, DistributedRuntime
 from dynamo.runtime._transports.callhome_worker import ReplyConnection
 from dynamo.runtime._transports.tcp_server import RequestServer
-from dynamo.runtime._wire.callhome import KILL, STOP, encode_request_payload
+from dynamo.runtime._wire.callhome import (
+    KILL,
+    STOP,
+    encode_input_frame,
+    encode_request_payload,
+)
+from dynamo.runtime._wire.payload import encode_value
 from dynamo.runtime._wire.two_part import TwoPart, encode_two_part
 
 Handler = Callable[..., AsyncIterator[Any]]
@@ -57,10 +63,18 @@ class Worker:
         return sum(life.in_flight for life in self.runtime._core._served)
 
     async def start(
-        self, handler: Handler, receive_buffer_bytes: int, settings: Any
+        self,
+        handler: Handler,
+        receive_buffer_bytes: int,
+        streamed: bool,
+        settings: Any,
     ) -> None:
         self.runtime = make_runtime(**settings)
-        self.serving = self.runtime.endpoint(PATH).serve_endpoint(handler)
+        endpoint = self.runtime.endpoint(PATH)
+        if streamed:
+            self.serving = endpoint.serve_bidirectional_endpoint(handler)
+        else:
+            self.serving = endpoint.serve_endpoint(handler)
         address = await within(address_of(self.runtime))
         self.client = RawClient(address, receive_buffer_bytes)
 
@@ -83,9 +97,10 @@ def start(worker: Worker) -> Start:
         handler: Handler = echo,
         *,
         receive_buffer_bytes: int = 0,
+        streamed: bool = False,
         **settings: Any,
     ) -> RawClient:
-        await worker.start(handler, receive_buffer_bytes, settings)
+        await worker.start(handler, receive_buffer_bytes, streamed, settings)
         return worker.client
 
     return starting
@@ -701,6 +716,146 @@ async def test_a_half_closed_client_of_a_call_that_waits_is_not_probed_too_early
 def replies_of(worker: Worker) -> list[ReplyConnection]:
     runs = [run for life in worker.runtime._core._served for run in life._ingress._runs]
     return [run._reply for run in runs if isinstance(run._reply, ReplyConnection)]
+
+
+# ---------------------------------------------------------------------- streamed input
+
+
+class Duplex:
+    """A handler that sends back what it gets, and remembers how its input ended."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.stopped = self.killed = False
+
+    async def __call__(self, requests: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            async for value in requests:
+                yield value
+        finally:
+            self.stopped, self.killed = context.is_stopped(), context.is_killed()
+            self.ended.set()
+
+
+async def call_streamed(
+    client: RawClient, codec: str = "msgpack"
+) -> tuple[Peer[TwoPart], Peer[TwoPart]]:
+    """A call with streamed input: the input's connection, and that of the answer."""
+    connection = await client.connect()
+    await connection.send(client.streamed_request(codec=codec))
+    found = await client.home()
+    assert await found.frames(1) == [
+        TwoPart(b'{"subject":"the-input","stream_type":"request"}', b"")
+    ]
+    answer = await client.home()
+    _, prologue = await answer.frames(2)
+    assert prologue == GOOD_PROLOGUE
+    return found, answer
+
+
+def value(of: Any, codec: str = "msgpack") -> bytes:
+    return encode_input_frame(encode_value(of, codec))
+
+
+@pytest.mark.parametrize("codec", ["msgpack", "json"])
+async def test_streamed_input_reaches_the_handler_and_ends_cleanly(
+    start: Start, codec: str
+) -> None:
+    duplex = Duplex()
+    client = await start(duplex.__call__, streamed=True)
+    source, answer = await call_streamed(client, codec)
+    await source.send(value(1, codec), value("two", codec))
+    items = [body_of(frame, codec) for frame in await answer.frames(2)]
+    assert [one["data"]["data"] for one in items] == [1, "two"]
+    await source.send(value(3, codec), encode_two_part(b'"sentinel"'))
+    assert body_of(await answer.frame(), codec)["data"] == {"data": 3}
+    assert [body_of(await answer.frame(), codec), await answer.frame()] == [
+        FINAL,
+        SENTINEL,
+    ]
+    assert not duplex.stopped
+    assert await source.ended()
+
+
+@pytest.mark.parametrize(
+    ("said", "killed"),
+    [
+        (STOP, False),
+        (KILL, True),
+        (encode_two_part(b'"what"'), True),
+        (encode_two_part(), True),
+        (encode_two_part(body=b"\xc1"), True),
+        (encode_two_part(b"{}", b"\xc0"), True),
+        (b"\xff" * 24, True),
+        (None, True),
+    ],
+    ids=["stop", "kill", "word", "empty", "undecodable", "both", "junk", "fin"],
+)
+async def test_input_that_is_cancelled_or_cut_stops_the_call(
+    start: Start, said: bytes | None, killed: bool
+) -> None:
+    duplex = Duplex()
+    client = await start(duplex.__call__, streamed=True)
+    source, answer = await call_streamed(client)
+    await source.send(value(1))
+    await answer.frames(1)
+    if said is None:
+        source.finish()
+    else:
+        await source.send(said)
+    await within(duplex.ended.wait())
+    assert (duplex.stopped, duplex.killed) == (True, killed)
+    assert await answer.ended()  # no final mark, no sentinel
+    assert await source.ended()
+
+
+async def test_input_that_nobody_reads_is_not_taken_from_the_socket(
+    start: Start, worker: Worker
+) -> None:
+    go_on = asyncio.Event()
+
+    async def late(requests: Any) -> AsyncIterator[Any]:
+        await go_on.wait()
+        count = 0
+        async for _ in requests:
+            count += 1
+        yield count
+
+    client = await start(late, streamed=True)
+    source, answer = await call_streamed(client)
+    sent = 0
+
+    async def flood() -> None:
+        nonlocal sent
+        for _ in range(300):
+            await source.send(value(bytes(100_000)))
+            sent += 1
+        await source.send(encode_two_part(b'"sentinel"'))
+
+    flooding = asyncio.get_running_loop().create_task(flood())
+    assert await stands_still(lambda: sent) < 200
+    go_on.set()
+    assert body_of(await answer.frame())["data"] == {"data": 300}
+    await within(flooding)
+
+
+async def test_a_single_request_for_a_streamed_endpoint_is_answered_with_an_error(
+    start: Start,
+) -> None:
+    client = await start(Duplex().__call__, streamed=True)
+    await assert_answered_with(client, client.request(1), "takes a stream of requests")
+
+
+async def test_streamed_input_without_an_address_is_logged(
+    start: Start, worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = await start(Duplex().__call__, streamed=True)
+    connection = await client.connect()
+    control = client.control(request_type="many_in")
+    await connection.send(client.frame(encode_request_payload(control, None)))
+    assert (await connection.frames(1))[0].text == ""
+    await until(lambda: "where its input comes from" in caplog.text)
+    await until(lambda: worker.in_flight == 0)
 
 
 # ------------------------------------------------------------------------ back-pressure

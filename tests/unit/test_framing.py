@@ -59,10 +59,21 @@ def test_end_of_stream_inside_a_frame_names_what_is_missing() -> None:
         reader.feed_eof()
 
 
+def test_frames_before_a_broken_one_are_delivered_however_they_came() -> None:
+    whole, pieces = ByteCounted(), ByteCounted()
+    assert whole.feed(b"\x01a\x01b\xff") == [b"a", b"b"]
+    with pytest.raises(RemoteProtocolError, match="255"):
+        whole.check()
+    assert pieces.feed(b"\x01a\x01b") == [b"a", b"b"]
+    pieces.check()
+    with pytest.raises(RemoteProtocolError, match="255"):
+        pieces.feed(b"\xff")
+
+
 def test_broken_reader_stays_broken() -> None:
     reader = ByteCounted()
     with pytest.raises(RemoteProtocolError, match="255"):
-        reader.feed(b"\x01a\xff")
+        reader.feed(b"\xff\x01a")
     with pytest.raises(RemoteProtocolError, match="broke the protocol"):
         reader.feed(b"\x01b")
     assert not reader.mid_frame

@@ -27,6 +27,7 @@ from dynamo.runtime._transports.connection import (
     spawn,
 )
 from dynamo.runtime._wire.callhome import (
+    INVALID_PATH_TEXT,
     KILL,
     SENTINEL,
     STOP,
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("dynamo.runtime.callhome")
 
 _HANDSHAKE_TIMEOUT_S = 10.0
+# A stranger may not make us keep more than this.
+_MAX_HANDSHAKE_BYTES = 64 * 1024
 _IDLE_CHECK_S = 30.0
 # How long a stopped call is remembered so that a late call-home can be told of the stop.
 _LATE_CALL_HOME_S = 60.0
@@ -123,6 +126,7 @@ class _RequestConnection(Connection):
             if not self._awaited:
                 raise RemoteProtocolError("an ack came that no request waits for")
             self._awaited.popleft()[1](ack)
+        self._reader.check()
         self._pool.made_room()
         self._close_if_retired()
 
@@ -163,13 +167,15 @@ class _RequestConnection(Connection):
             self._timer.cancel()
         self._pool.remove(self)
         awaited, self._awaited = self._awaited, deque()
-        for _, on_ack in awaited:
-            # The request was written: the worker may have begun to run it.
+        # One frame is one request, and the last ones are those that were not written.
+        # The others the worker may have begun to run.
+        written = len(awaited) - len(self._out)
+        for position, (_, on_ack) in enumerate(awaited):
             on_ack(
                 ConnectionFailed(
                     f"Unavailable: TCP connection to {self._pool.authority} failed",
-                    phase="ack",
-                    retryable=False,
+                    phase="ack" if position < written else "send",
+                    retryable=position >= written,
                     facts={"reason": str(error or "closed by the worker")},
                 )
             )
@@ -202,9 +208,11 @@ class _HostPool:
 
         Raises:
             ConnectionFailed: none could be made, or it was closed at once.
+            RuntimeClosed: the runtime was shut down, perhaps meanwhile.
         """
         self.used_at = self.loop.time()
         while True:
+            self._lane.check_open()
             ready = self._next_usable()
             if ready is not None:
                 return ready
@@ -403,14 +411,10 @@ class _Call:
         if self._over or self._connection is not None:
             # A worker that has called home has accepted, whatever became of its ack.
             return
-        if isinstance(ack, CallError):
-            self._refuse(ack, inhibits=True)
-        elif ack.refusal == "overloaded":
-            self._refuse(_overloaded(ack.text), inhibits=False)
-        elif ack.refusal == "unavailable":
-            self._refuse(Refused(f"Unavailable: {ack.text}"), inhibits=True)
-        elif ack.refusal == "unreadable":
-            self._refuse(_too_large_there(ack.text), inhibits=False)
+        refusal = _refusal_of(ack)
+        if refusal is not None:
+            error, inhibits = refusal
+            self._refuse(error, inhibits=inhibits)
         elif self._record.ours:
             # Ours calls home at once, also when the request has to wait there.
             limit_s = self._lane.config.call_home_timeout_s
@@ -493,6 +497,19 @@ class _Call:
             instance_id=self._record.instance_id,
         )
         self._refuse(error, inhibits=inhibits)
+
+
+def _refusal_of(ack: AckReceived | CallError) -> tuple[CallError, bool] | None:
+    """Why the worker does not take the call, and whether to avoid it for a while."""
+    if isinstance(ack, CallError):
+        return ack, True
+    if ack.refusal == "overloaded":
+        return _overloaded(ack.text), False
+    if ack.refusal == "unavailable" or ack.text == INVALID_PATH_TEXT:
+        return Refused(f"Unavailable: {ack.text}"), True
+    if ack.refusal == "unreadable":
+        return _too_large_there(ack.text), False
+    return None
 
 
 def _overloaded(text: str) -> Overloaded:
@@ -584,6 +601,7 @@ class _HomeConnection(Connection):
         self._listener = listener
         self._reader = TwoPartReader()
         self._call: _Call | _Input | None = None
+        self._strange_bytes = 0
         self._handshake_timer: Limit | None = None
 
     @override
@@ -614,6 +632,13 @@ class _HomeConnection(Connection):
                 self._call.receive(frame)
             elif not self._handshake(frame):
                 return
+        self._reader.check()
+        if self._call is None:
+            self._strange_bytes += len(data)
+            if self._strange_bytes > _MAX_HANDSHAKE_BYTES:
+                raise RemoteProtocolError(
+                    f"no handshake in the first {self._strange_bytes} bytes"
+                )
 
     def _handshake(self, frame: TwoPart) -> bool:
         if self._handshake_timer is not None:
@@ -648,14 +673,18 @@ class ResponseListener:
         self._waiting: dict[str, _Call | _Input] = {}
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
+        self._closed = False
 
     async def start(self) -> None:
         """Listen, if not done before.
 
         Raises:
             CannotListen: the address cannot be bound.
+            RuntimeClosed: the runtime was shut down.
         """
         async with self._starting:
+            if self._closed:
+                raise RuntimeClosed("the runtime was shut down")
             if self._server is not None:
                 return
             self._server, port = await listen(
@@ -685,6 +714,7 @@ class ResponseListener:
 
     def close(self) -> None:
         """Take no more calls home.  Streams in progress run to their end."""
+        self._closed = True
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -708,8 +738,7 @@ class CallhomeClientLane:
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> _Call:
-        if self._closed:
-            raise RuntimeClosed("the runtime was shut down")
+        self.check_open()
         address = _callable_address(record)
         body = _encode_for(record, request)
         gate = await self._gate(record, request)
@@ -728,6 +757,10 @@ class CallhomeClientLane:
             self.listener.expect(call.input)
         connection.submit(frame, call.on_ack)
         return call
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise RuntimeClosed("the runtime was shut down")
 
     async def _gate(self, record: EndpointRecord, request: CallRequest) -> _Gate | None:
         if record.ours:

@@ -196,6 +196,7 @@ class InputConnection(Connection):
     def received(self, data: bytes) -> None:
         for frame in self._reader.feed(data):
             self._handle(self._receiver.receive(frame), len(frame.body))
+        self._reader.check()
 
     def _handle(self, event: object, size_bytes: int) -> None:
         if self._over or event is None:
@@ -295,6 +296,7 @@ class ReplyConnection(Connection):
         for frame in self._reader.feed(data):
             if not self._finished:
                 self._events.on_stop(killed=decode_control(frame) is Control.KILL)
+        self._reader.check()
 
     @override
     def peer_finished(self) -> bool:

@@ -29,6 +29,7 @@ MAX_CONTROL_BYTES = 131072
 
 OVERLOADED_TEXT = "Server overloaded: worker at capacity"
 INVALID_PATH_TEXT = "Invalid endpoint path"
+TOO_LARGE_TEXT = "Read error: message too large"
 
 # The empty frame: every client's reader ignores it, and writing it notices a dead peer.
 PROBE = encode_two_part()
@@ -182,7 +183,7 @@ def unknown_endpoint_text(path: str) -> str:
 
 def too_large_text(size_bytes: int, max_bytes: int) -> str:
     """The ack for a frame over the limit, after which the connection is closed."""
-    return f"Read error: message too large: {size_bytes} bytes (max: {max_bytes} bytes)"
+    return f"{TOO_LARGE_TEXT}: {size_bytes} bytes (max: {max_bytes} bytes)"
 
 
 class AckReceived(msgspec.Struct, gc=False):

@@ -23,11 +23,18 @@ _MAX_LOOSE_PARTS = 512
 class FrameReader(ABC, Generic[Event]):
     """Base of the readers: feed it the bytes of a connection, in any pieces.
 
-    After a `RemoteProtocolError` the reader is of no more use, and frames of the same
-    piece that stood before the broken one are not delivered.
+    After a `RemoteProtocolError` the reader is of no more use.  Frames of the same piece
+    that stood before the broken one are delivered first; then `check` raises.
     """
 
-    __slots__ = ("_broken", "_held_bytes", "_joined_parts", "_needed_bytes", "_parts")
+    __slots__ = (
+        "_broken",
+        "_error",
+        "_held_bytes",
+        "_joined_parts",
+        "_needed_bytes",
+        "_parts",
+    )
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -35,6 +42,7 @@ class FrameReader(ABC, Generic[Event]):
         self._held_bytes = 0
         self._needed_bytes = 0
         self._broken = False
+        self._error: RemoteProtocolError | None = None
 
     @property
     def mid_frame(self) -> bool:
@@ -60,13 +68,25 @@ class FrameReader(ABC, Generic[Event]):
         events: list[Event] = []
         try:
             at, self._needed_bytes = self._cut(data, events)
-        except RemoteProtocolError:
+        except RemoteProtocolError as error:
             self._broken = True
-            raise
+            if not events:
+                raise
+            self._error = error
+            return events
         if at < len(data):
             self._parts.append(data[at:])
             self._held_bytes = len(data) - at
         return events
+
+    def check(self) -> None:
+        """For the owner, after it has handled the events of `feed`.
+
+        Raises:
+            RemoteProtocolError: the frame behind them broke the protocol.
+        """
+        if self._error is not None:
+            raise self._error
 
     def feed_eof(self) -> None:
         """Tell the reader that no more bytes will come.
