@@ -21,6 +21,7 @@ from dynamo.runtime._discovery.memory import MemoryBackend
 from dynamo.runtime._routing.policies import RouterMode
 from dynamo.runtime._wire.records import INSTANCES, encode_record
 from dynamo.runtime.errors import (
+    CallError,
     ConnectionFailed,
     EngineShutdown,
     InstanceNotFound,
@@ -190,6 +191,35 @@ async def test_power_of_two_never_takes_the_fullest_of_three(cluster: Cluster):
     await cluster.leave(2)
     await cluster.leave(3)
     assert await cluster.chosen(client.generate, 2) == [1, 1]
+
+
+async def test_weighted_calls_fill_the_least_loaded_first(cluster: Cluster):
+    await cluster.join(1, 2, 3)
+    for mode in (RouterMode.LeastLoaded, RouterMode.DeviceAwareWeighted):
+        client = cluster.client(mode)
+        assert sorted(await cluster.held(client.device_aware_weighted, 3)) == [1, 2, 3]
+
+
+async def test_weighted_calls_with_two_choices_avoid_the_fullest(cluster: Cluster):
+    await cluster.join(1, 2)
+    client = cluster.client(RouterMode.PowerOfTwoChoices)
+    cluster.home.in_flight[1] = 5
+    assert await cluster.chosen(client.device_aware_weighted, 5) == [2] * 5
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [RouterMode.RoundRobin, RouterMode.Random, RouterMode.Direct, RouterMode.KV],
+)
+async def test_a_mode_that_weighs_nothing_makes_no_weighted_calls(
+    cluster: Cluster, mode: RouterMode
+):
+    await cluster.join(1)
+    calling = cluster.client(mode).device_aware_weighted(None)
+    with pytest.raises(CallError, match="not initialized for endpoint") as caught:
+        await calling
+    assert not caught.value.retryable
+    assert cluster.lane.opened == []
 
 
 async def test_loads_are_shared_by_the_clients_of_an_endpoint(cluster: Cluster):

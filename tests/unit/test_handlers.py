@@ -13,6 +13,7 @@ import pytest
 from dynamo.runtime._calls.context import Context
 from dynamo.runtime._calls.handlers import Handler, ShapeError
 from dynamo.runtime._calls.streams import ResponseSender
+from dynamo.runtime._calls.threads import ThreadedGenerator
 
 CONTEXT = Context("id")
 SENDER = ResponseSender._of(Mock())
@@ -155,6 +156,70 @@ def test_a_callable_that_returns_something_else_is_refused_per_call(
     with pytest.raises(ShapeError, match="has no attribute '__anext__'") as caught:
         handler.call("r", CONTEXT, SENDER)
     assert type(caught.value.cause) is AttributeError
+
+
+def plain_with_context(request, context):
+    yield request, context
+
+
+class PlainMethods:
+    def method(self, request, context):
+        yield request, context
+
+    @staticmethod
+    def static(request):
+        yield request
+
+    def __call__(self, request):
+        yield request
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (generator, "r"),
+        (plain_with_context, ("r", CONTEXT)),
+        (functools.partial(plain_with_context, context=1), ("r", CONTEXT)),
+        (functools.partial(functools.partial(generator)), "r"),
+        (PlainMethods().method, ("r", CONTEXT)),
+        (PlainMethods.static, "r"),
+        (PlainMethods(), "r"),
+    ],
+)
+async def test_plain_generator_functions_serve_in_a_thread(
+    function: Any, expected: Any
+):
+    handler = Handler(function)
+    assert handler.complaint() is None
+    iterator: Any = handler.call("r", CONTEXT, SENDER)
+    assert isinstance(iterator, ThreadedGenerator)
+    assert [item async for item in iterator] == [expected]
+    await iterator.aclose()
+
+
+def plain_pushing(request, response_sender, context):
+    yield request
+
+
+@pytest.mark.parametrize(
+    ("function", "streamed"), [(plain_pushing, False), (generator, True)]
+)
+def test_a_thread_can_neither_push_nor_read_a_stream(function: Any, streamed: bool):
+    handler = Handler(function, streamed=streamed)
+    assert "use 'async def'" in (handler.complaint() or "")
+    with pytest.raises(ShapeError, match="has no attribute '__anext__'"):
+        handler.call("r", CONTEXT, SENDER)
+
+
+def returns_plain_generator(request):
+    return generator(request)
+
+
+def test_a_plain_generator_that_a_function_returns_is_refused():
+    """Its first part has run already, and not in a thread."""
+    handler = Handler(returns_plain_generator)
+    with pytest.raises(ShapeError, match="'generator' object has no attribute"):
+        handler.call("r", CONTEXT, SENDER)
 
 
 async def needs_two(request, other):

@@ -12,6 +12,7 @@ import pytest
 from dynamo.runtime._routing.policies import (
     RoundRobin,
     RouterMode,
+    choose_device_aware,
     choose_least_loaded,
     choose_power_of_two,
     choose_random,
@@ -134,6 +135,70 @@ def test_held_calls_fill_every_member_once_before_any_gets_a_second() -> None:
         for _ in ALL:
             load[choose_least_loaded(ALL, load, below).instance_id] += 1
         assert load == {1: turn, 2: turn, 3: turn}
+
+
+# --------------------------------------------------------------- weighted by device
+
+
+CPU, CUDA, OTHER = Member(1, "cpu"), Member(2, "cuda"), Member(3)
+
+
+@pytest.mark.parametrize("members", [(CPU,), (CUDA,), (OTHER,), (CUDA, OTHER)])
+def test_one_kind_of_device_is_chosen_by_load_alone(members: tuple[Member, ...]):
+    first = members[0]
+    busy = {one.instance_id: 5 for one in members[1:]}
+    assert choose_device_aware(members, busy, 8, draws(0)) == first
+
+
+def test_whatever_is_no_cpu_is_an_accelerator() -> None:
+    both = (CPU, OTHER)
+    assert choose_device_aware(both, {}, 8, draws(0)) == OTHER
+    assert choose_device_aware(both, {3: 7}, 8, draws(0)) == OTHER
+    assert choose_device_aware(both, {3: 8}, 8, draws(0)) == CPU
+
+
+def test_ties_within_a_kind_are_drawn() -> None:
+    both = (CPU, CUDA, OTHER)
+    assert choose_device_aware(both, {}, 8, draws(0)) == CUDA
+    assert choose_device_aware(both, {}, 8, draws(1)) == OTHER
+
+
+def held(members: tuple[Member, ...], ratio: int, calls: int) -> list[Member]:
+    """Who gets each of so many calls that never end."""
+    load: Counter[int] = Counter()
+    found = []
+    for _ in range(calls):
+        one = choose_device_aware(members, load, ratio, random.Random(5).randrange)
+        load[one.instance_id] += 1
+        found.append(one)
+    return found
+
+
+def test_the_seventeenth_held_call_goes_to_the_cpu() -> None:
+    # As recorded: two accelerators, one CPU, ratio 8.
+    found = held((CPU, CUDA, Member(4, "cuda")), 8, 35)
+    assert [number for number, one in enumerate(found, 1) if one == CPU] == [17, 34]
+    assert Counter(found)[CUDA] in (16, 17)
+
+
+@pytest.mark.parametrize("accelerators", [1, 2, 3])
+@pytest.mark.parametrize("cpus", [1, 2, 3])
+@pytest.mark.parametrize("ratio", [1, 2, 8])
+def test_the_rule_holds_at_every_moment(
+    accelerators: int, cpus: int, ratio: int
+) -> None:
+    """``cpus' calls < floor(accelerators' calls * cpus / (ratio * accelerators))``."""
+    members = tuple(
+        Member(number, "cpu" if number < cpus else "cuda")
+        for number in range(cpus + accelerators)
+    )
+    on_cpus = on_accelerators = 0
+    for one in held(members, ratio, 200):
+        wanted = on_cpus < on_accelerators * cpus // (ratio * accelerators)
+        assert (one.device_type == "cpu") == wanted
+        on_cpus += wanted
+        on_accelerators += not wanted
+    assert on_cpus > 0
 
 
 # -------------------------------------------------------------------------- RouterMode

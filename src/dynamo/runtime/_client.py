@@ -7,6 +7,7 @@ this one client).  The list of instances is shared; the call itself is `egress`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import operator
@@ -658,7 +659,16 @@ class Client(Unconstructible):
             annotated=bool(annotated),
             source=source,
         )
-        return self._home.run(_stream_of(call))
+        future = self._home.run(_stream_of(call))
+        if source is not None:
+            future.add_done_callback(functools.partial(_let_go, call))
+        return future
+
+
+def _let_go(call: OutgoingCall, future: asyncio.Future[AsyncResponseStream]) -> None:
+    """A call that was cancelled before it began has a source to close nevertheless."""
+    if future.cancelled():
+        call.cancel()
 
 
 async def _matches(

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._calls.inbox import Inbox, on_loop, soon_on_loop
-from dynamo.runtime._calls.pump import Pump
+from dynamo.runtime._calls.pump import FarPump, Pump
 from dynamo.runtime._calls.streams import Annotated
 from dynamo.runtime._wire.faults import exception_of_error, inhibits
 from dynamo.runtime.errors import (
@@ -117,10 +117,9 @@ class OutgoingCall:
         source: AsyncIterator[Any] | None = None,
     ) -> None:
         self._loop = loop
-        self._pump: Pump | None = None
+        self._pump: Pump | FarPump | None = None
         if source is not None:
-            caller = contextvars.copy_context()
-            self._pump = Pump(loop, source, caller, self._on_source_failed)
+            self._pump = self._pump_of(source)
         self._lane = lane
         self._request = request
         self._selection = selection
@@ -145,6 +144,12 @@ class OutgoingCall:
     @property
     def instance_id(self) -> int | None:
         return self._record.instance_id if self._record else None
+
+    def _pump_of(self, source: AsyncIterator[Any]) -> Pump | FarPump:
+        caller = contextvars.copy_context()
+        if asyncio.get_running_loop() is self._loop:
+            return Pump(self._loop, source, caller, self._on_source_failed)
+        return FarPump(self._loop, source, caller, self._on_source_failed)
 
     # Making the call.
 
@@ -289,13 +294,13 @@ class OutgoingCall:
             return
         if self._handle is not None:
             self._handle.kill()
-        self._finish(error)
+        self._end(error)
 
     # CallEvents: what the lane reports.
 
-    def on_input_wanted(self, sink: InputSink, codec: str) -> None:
+    def on_input_wanted(self, sink: InputSink) -> None:
         if self._pump is not None:
-            self._pump.start(sink, codec)
+            self._pump.start(sink)
 
     def on_input_room(self) -> None:
         if self._pump is not None:
@@ -355,6 +360,9 @@ class OutgoingCall:
         """The stream is over; what was received can still be read."""
         if isinstance(error, CallError):
             error.attempts = self._attempts
+        self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
         self._over = True
         self._inbox.end(error)
         self._settle(None)
@@ -385,6 +393,8 @@ class OutgoingCall:
         self._stopped = True
         if self._handle is not None:
             self._handle.stop()
+        if self._pump is not None:
+            self._pump.stop()
         if self._streaming:
             self._stop_timer = self._loop.call_later(_STOP_LIMIT_S, self._give_up)
         else:

@@ -44,6 +44,16 @@ class InputSink(Protocol):
     def paused(self) -> bool:
         """Whether the worker is behind and the source should wait."""
 
+    def encode(self, value: object) -> bytes:
+        """A value as this worker reads it.  From any thread.
+
+        Raises:
+            TypeError: a type that cannot travel.
+            ValueError: nested too deeply, containing itself, or no text.
+            OverflowError: an integer beyond 64 bits.
+            StreamError: this worker could not read it.
+        """
+
     def send(self, body: bytes) -> None:
         """One encoded value."""
 
@@ -57,8 +67,8 @@ class CallEvents(Protocol):
     The input events may come at any time before the last event.
     """
 
-    def on_input_wanted(self, sink: InputSink, codec: str) -> None:
-        """The worker takes streamed input, encoded like this."""
+    def on_input_wanted(self, sink: InputSink) -> None:
+        """The worker takes streamed input."""
 
     def on_input_room(self) -> None:
         """A sink that was ``paused`` takes values again."""

@@ -60,6 +60,7 @@ from dynamo.runtime.errors import (
     Refused,
     RemoteProtocolError,
     RuntimeClosed,
+    StreamError,
 )
 
 if TYPE_CHECKING:
@@ -532,12 +533,12 @@ class _Input:
     """The client's side of a request-stream connection (an `InputSink`)."""
 
     def __init__(
-        self, lane: CallhomeClientLane, codec: str, events: CallEvents
+        self, lane: CallhomeClientLane, record: EndpointRecord, events: CallEvents
     ) -> None:
         self.subject = _subject()
         self.stream_type = "request"
         self._lane = lane
-        self._codec = codec
+        self._record = record
         self._events = events
         self._connection: _HomeConnection | None = None
         self._over = False
@@ -547,6 +548,10 @@ class _Input:
     @property
     def paused(self) -> bool:
         return self._connection is not None and self._connection.paused
+
+    def encode(self, value: object) -> bytes:
+        packed = encode_value(value, "msgpack")
+        return _encode_for(self._record, value, packed, StreamError)
 
     def send(self, body: bytes) -> None:
         if self._connection is not None:
@@ -579,7 +584,7 @@ class _Input:
 
     def called_home(self, connection: _HomeConnection) -> None:
         self._connection = connection
-        self._events.on_input_wanted(self, self._codec)
+        self._events.on_input_wanted(self)
 
     def receive(self, frame: TwoPart) -> None:
         """A worker writes nothing here; what a later version might is no news."""
@@ -740,11 +745,13 @@ class CallhomeClientLane:
     ) -> _Call:
         self.check_open()
         address = _callable_address(record)
-        body = _encode_for(record, request)
+        body = None
+        if request.packed is not None:
+            body = _encode_for(record, request.value, request.packed, CallError)
         gate = await self._gate(record, request)
         call = _Call(self, record, address.authority, events, gate)
         if request.packed is None:
-            call.input = _Input(self, record.codec, events)
+            call.input = _Input(self, record, events)
         try:
             await self.listener.start()
             frame = self._frame(address, record, request, call, body)
@@ -870,27 +877,31 @@ def _callable_address(record: EndpointRecord) -> TcpAddress:
         raise CallError(str(error), instance_id=record.instance_id) from error
 
 
-def _encode_for(record: EndpointRecord, request: CallRequest) -> bytes | None:
-    """The body for this instance; None for streamed input.
+def _encode_for(
+    record: EndpointRecord, value: object, packed: bytes, kind: type[CallError]
+) -> bytes:
+    """A request or a value of streamed input for this instance.
+
+    Args:
+        packed: The value in MessagePack.
+        kind: What to raise.
 
     Raises:
         CallError: the instance cannot read the value.
     """
-    if request.packed is None:
-        return None
     if record.codec == "msgpack":
-        reason = None if record.ours else genuine_can_decode(request.value)
+        reason = None if record.ours else genuine_can_decode(value)
         if reason is not None:
-            raise CallError(
+            raise kind(
                 f"InvalidRequest: the worker cannot decode this request: {reason}",
                 phase="send",
                 instance_id=record.instance_id,
             )
-        return request.packed
+        return packed
     try:
-        return encode_value(request.value, record.codec)
+        return encode_value(value, record.codec)
     except (TypeError, ValueError, OverflowError) as error:
-        raise CallError(
+        raise kind(
             f"InvalidRequest: the request cannot be encoded as {record.codec}, which "
             f"instance {record.instance_id:x} asks for: {error}",
             phase="send",
