@@ -76,7 +76,7 @@ class Link:
     async def cut_requests(self) -> None:
         """Cut the pooled request connections; the client has noticed on return."""
         self.requests.break_all()
-        pools = self.caller._core.lane._pools.values()
+        pools = self.caller._core.lane._pools._pools.values()
         await until(lambda: not any(pool._connections for pool in pools))
 
 

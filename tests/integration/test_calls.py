@@ -369,7 +369,7 @@ async def test_a_context_stopped_before_the_call_sends_nothing(cluster: Cluster)
     context = Context()
     context.stop_generating()
     assert await call(client, context=context) == []
-    assert client._home.lane._pools == {}
+    assert client._home.lane._pools._pools == {}
     assert silent.started == 0
 
 

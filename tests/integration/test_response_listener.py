@@ -29,10 +29,8 @@ from raw_peers import (
 from dynamo.runtime import Client, Context, DistributedRuntime
 from dynamo.runtime._calls.streams import AsyncResponseStream
 from dynamo.runtime._discovery.memory import MemoryStore
-from dynamo.runtime._transports.callhome_client import (
-    CallhomeClientLane,
-    _RequestConnection,
-)
+from dynamo.runtime._transports.callhome_client import CallhomeClientLane
+from dynamo.runtime._transports.request_pool import RequestConnection
 from dynamo.runtime._wire.callhome import (
     KILL,
     PROBE,
@@ -59,7 +57,7 @@ from dynamo.runtime.errors import (
     WorkerLost,
 )
 
-MODULE = "dynamo.runtime._transports.callhome_client"
+TRANSPORTS = "dynamo.runtime._transports"
 FINAL = encode_final_frame("msgpack")
 GOOD = encode_prologue()
 
@@ -723,7 +721,7 @@ async def test_a_subject_is_good_for_one_response_connection(cluster: Cluster) -
 async def test_a_connection_that_says_nothing_is_closed_in_time(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{MODULE}._HANDSHAKE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(f"{TRANSPORTS}.response_listener._HANDSHAKE_TIMEOUT_S", 0.05)
     await cluster.start()
     worker = await cluster.started()
     await serve_one(cluster, worker)
@@ -814,7 +812,7 @@ async def test_a_connection_that_went_while_idle_is_not_used_again(
     await cluster.start()
     worker = await cluster.started()
     await serve_one(cluster, worker)
-    (pool,) = cluster.lane._pools.values()
+    (pool,) = cluster.lane._pools._pools.values()
     await worker.drop(worker.connections[0], reset=reset)
     await until(lambda: not pool._connections)
     await serve_one(cluster, worker)
@@ -841,7 +839,7 @@ async def test_a_request_that_was_not_written_certainly_did_not_run(
     await cluster.start()
     worker = await cluster.started()
     await serve_one(cluster, worker)
-    (pool,) = cluster.lane._pools.values()
+    (pool,) = cluster.lane._pools._pools.values()
     (connection,) = pool._connections
     acks: list[Any] = []
     connection.submit(b"written", acks.append)
@@ -875,18 +873,18 @@ async def test_a_worker_that_breaks_the_order_of_acks_is_left(
 async def test_hosts_that_are_not_used_are_dropped(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{MODULE}._IDLE_CHECK_S", 0.05)
+    monkeypatch.setattr(f"{TRANSPORTS}.request_pool._IDLE_CHECK_S", 0.05)
     await cluster.start(host_idle_ttl_s=0.1)
     worker, busy = await cluster.started(1), await cluster.started(2)
     await serve_one(cluster, worker)
     call = cluster.call()
     request = await busy.request()
     await worker.gone(worker.connections[0])
-    assert len(cluster.lane._pools) == 1
+    assert len(cluster.lane._pools._pools) == 1
     await request.accept(item("still there"), FINAL)
     assert await read_all(call) == ["still there"]
     await busy.gone(request.connection)
-    assert not cluster.lane._pools
+    assert not cluster.lane._pools._pools
 
 
 async def test_connections_are_kept_alive_by_the_kernel(cluster: Cluster) -> None:
@@ -895,7 +893,7 @@ async def test_connections_are_kept_alive_by_the_kernel(cluster: Cluster) -> Non
     call = cluster.call()
     await (await worker.request()).accept()
     stream = await within(call)
-    (pool,) = cluster.lane._pools.values()
+    (pool,) = cluster.lane._pools._pools.values()
     for connection in (*pool._connections, *cluster.lane.listener.connections):
         assert connection._transport is not None
         sock = connection._transport.get_extra_info("socket")
@@ -986,7 +984,7 @@ async def test_a_stop_before_the_call_home_is_told_when_it_comes(
 async def test_a_stopped_call_is_forgotten_in_the_end(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{MODULE}._LATE_CALL_HOME_S", 0.05)
+    monkeypatch.setattr(f"{TRANSPORTS}.callhome_client._LATE_CALL_HOME_S", 0.05)
     await cluster.start()
     worker = await cluster.started()
     context = Context()
@@ -1198,7 +1196,7 @@ async def test_a_shutdown_ends_a_call_that_is_connecting(cluster: Cluster) -> No
         worker.register(f"127.0.0.1:{listener.getsockname()[1]}/1/gen")
         await until(cluster.client.instance_ids)
         call = cluster.call()
-        await until(lambda: any(p._opening for p in cluster.lane._pools.values()))
+        await until(lambda: any(p._opening for p in cluster.lane._pools._pools.values()))
         await shut_down(cluster.runtime)
         with pytest.raises(RuntimeClosed):
             await within(call)
@@ -1217,7 +1215,7 @@ async def test_nothing_can_be_called_after_a_shutdown(cluster: Cluster) -> None:
     with pytest.raises(RuntimeClosed):
         await cluster.lane.listener.start()
     with pytest.raises(RuntimeClosed):
-        cluster.lane.check_open()
+        cluster.lane._pools.check_open()
 
 
 async def test_a_stream_in_progress_outlives_a_shutdown(cluster: Cluster) -> None:
@@ -1271,5 +1269,5 @@ async def test_nothing_is_left_of_many_calls(cluster: Cluster) -> None:
     assert not lane.listener._waiting
     assert not lane._gates
     assert cluster.client._home.in_flight == {}
-    alive = [one for one in gc.get_objects() if isinstance(one, _RequestConnection)]
+    alive = [one for one in gc.get_objects() if isinstance(one, RequestConnection)]
     assert len([one for one in alive if one.is_open]) == 1
