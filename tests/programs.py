@@ -192,16 +192,27 @@ class Programs:
         **environment: str,
     ) -> Program:
         """Start a program with the test's kind of loop and further arguments."""
+        whole = (*command, "-c", PRELUDE + text, loop_kind(), *arguments)
+        return self._start(whole, self.environment(**environment))
+
+    async def start_genuine(
+        self, python: str, text: str, *arguments: str, **environment: str
+    ) -> Program:
+        """Start a program with the interpreter that has the genuine wheel."""
+        whole = (python, "-c", PRELUDE + text, "asyncio", *arguments)
+        return self._start(whole, self.environment(**environment, PYTHONPATH=""))
+
+    def _start(self, command: tuple[str, ...], environment: dict[str, str]) -> Program:
         errors = self.folder / f"stderr-{len(self._all)}"
         with errors.open("wb") as stderr:
             process = subprocess.Popen(
-                (*command, "-c", PRELUDE + text, loop_kind(), *arguments),
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
                 cwd=self.folder,
-                env=self.environment(**environment),
+                env=environment,
             )
         program = Program(process, errors)
         self._all.append(program)
