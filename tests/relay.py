@@ -145,6 +145,9 @@ class _Side(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._early.append(data)
+        if not self._relay.flowing:
+            # uvloop begins to read after connection_made, whatever that decided.
+            self.hold()
         self.go_on()
 
     def eof_received(self) -> bool:

@@ -91,14 +91,16 @@ async def test_the_end_of_a_stream_waits_for_a_slow_reader_as_long_as_it_takes(
         assert len(await read(stream)) == flood.sent
 
 
-async def test_a_reader_that_takes_nothing_holds_a_shutdown_up_for_a_bounded_time() -> (
-    None
-):
+async def test_a_reader_that_takes_nothing_holds_a_shutdown_up_for_a_bounded_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with linked(one_big, **SHORT) as link:
         link.answers.stall()
         call = asyncio.create_task(link.call())
         await until(lambda: in_flight(link) == 1)
-        await asyncio.wait_for(closed(link.worker), 3)
+        await asyncio.wait_for(closed(link.worker), 2)
+        # The handler was stopped and has ended; that its caller lags is no fault of it.
+        assert not [one for one in caplog.records if one.levelname == "ERROR"]
         link.answers.break_all()
         with pytest.raises(errors.CallError):
             await read(await call)

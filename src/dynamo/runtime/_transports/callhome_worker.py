@@ -233,7 +233,9 @@ class ReplyConnection(Connection):
         self._events = events
         self._reader = TwoPartReader(_MAX_CONTROL_BYTES)
         self._started = False
+        # Nothing more is sent; if it is complete too, what was sent has an end mark.
         self._finished = False
+        self._complete = False
         self._peer_finished = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -246,7 +248,7 @@ class ReplyConnection(Connection):
     @property
     def undelivered(self) -> bool:
         """Complete, and not yet handed to the socket as a whole."""
-        return self._finished and self.paused
+        return self._complete and self.paused
 
     def start(self) -> None:
         self._started = True
@@ -266,12 +268,12 @@ class ReplyConnection(Connection):
     def _end(self) -> None:
         self.send(SENTINEL)
         self.flush()
-        self._finished = True
+        self._finished = self._complete = True
+        # A slow reader may need any time for what lies in our buffer.
+        self.pause_until_written()
         if self._peer_finished:
             self.close()
         else:
-            # A slow reader may need any time for what lies in our buffer.
-            self.pause_until_written()
             self._await_client()
 
     def _await_client(self) -> None:
