@@ -409,3 +409,31 @@ def test_a_machine_without_routes_is_told_as_loopback(
 
     monkeypatch.setattr("socket.socket", Unroutable)
     assert advertised_host(host) == address
+
+
+# ------------------------------------------------------------------ the other planes
+
+
+@pytest.mark.parametrize("value", ["", "tcp"])
+def test_the_response_plane_is_tcp(value: str) -> None:
+    _config.check_planes({"DYN_RESPONSE_PLANE": value})
+
+
+def test_quic_is_refused_with_the_alternative() -> None:
+    with pytest.raises(ValueError, match=r"'quic' \(DYN_RESPONSE_PLANE\).*use 'tcp'"):
+        _config.check_planes({"DYN_RESPONSE_PLANE": "quic"})
+
+
+def test_an_argument_wins_over_the_plane_of_the_environment() -> None:
+    _config.check_planes({"DYN_RESPONSE_PLANE": "quic"}, response_plane="tcp")
+    _config.check_planes({"DYN_EVENT_PLANE": "bogus"}, event_plane="zmq")
+
+
+@pytest.mark.parametrize("name", ["DYN_RESPONSE_PLANE", "DYN_EVENT_PLANE"])
+def test_an_unknown_plane_is_named_with_what_is_allowed(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='bogus': expected one of"):
+        _config.check_planes({name: "bogus"})
+
+
+def test_the_event_plane_may_be_written_in_any_case() -> None:
+    _config.check_planes({"DYN_EVENT_PLANE": "NATS"})

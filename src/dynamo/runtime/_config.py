@@ -256,6 +256,27 @@ def chosen_plane(env: Mapping[str, str]) -> str:
     return _Reader(lowered).choice("DYN_REQUEST_PLANE", "tcp", _PLANES)
 
 
+def check_planes(
+    env: Mapping[str, str], *, response_plane: str = "", event_plane: str = ""
+) -> None:
+    """Refuse planes that the environment names where no argument does.
+
+    Raises:
+        ValueError: a value that does not exist, or that this version lacks.
+    """
+    planes = {
+        "DYN_RESPONSE_PLANE": response_plane or env.get("DYN_RESPONSE_PLANE", ""),
+        "DYN_EVENT_PLANE": event_plane or env.get("DYN_EVENT_PLANE", "").lower(),
+    }
+    read = _Reader(planes)
+    read.choice("DYN_EVENT_PLANE", "zmq", ("nats", "zmq"))
+    if read.choice("DYN_RESPONSE_PLANE", "tcp", ("tcp", "quic")) == "quic":
+        raise ValueError(
+            "response plane 'quic' (DYN_RESPONSE_PLANE) is not supported: use 'tcp' on "
+            "both sides"
+        )
+
+
 def from_env(
     env: Mapping[str, str],
     discovery_backend: str | None = None,

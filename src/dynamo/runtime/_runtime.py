@@ -24,6 +24,7 @@ from dynamo.runtime._client import ClientHome
 from dynamo.runtime._config import (
     RuntimeConfig,
     advertised_host,
+    check_planes,
     chosen_backend,
     chosen_plane,
     from_env,
@@ -468,9 +469,10 @@ class DistributedRuntime(Sealed):
         plane = _check_text("request_plane", request_plane).lower()
         if enable_nats is not None:
             deprecate_enable_nats(enable_nats)
-        _check_plane("event_plane", event_plane, ("nats", "zmq"))
+        events = _check_plane("event_plane", event_plane, ("nats", "zmq"))
         response = _check_plane("response_plane", response_plane, ("tcp", "quic"))
-        _refuse_unavailable(discovery_backend, plane, response)
+        check_planes(os.environ, response_plane=response, event_plane=events)
+        _refuse_unavailable(discovery_backend, plane)
         self._start(event_loop, from_env(os.environ, discovery_backend, plane))
 
     def _start(self, event_loop: Any, config: RuntimeConfig) -> None:
@@ -490,8 +492,9 @@ class DistributedRuntime(Sealed):
         backend = chosen_backend(os.environ)
         if backend is not None:
             return cls(event_loop, backend, chosen_plane(os.environ))
+        check_planes(os.environ)
         config = from_env(os.environ)
-        _refuse_unavailable("file", config.request_plane, "")
+        _refuse_unavailable("file", config.request_plane)
         self = cls.__new__(cls)
         self._start(event_loop, config)
         _log.info(
@@ -614,7 +617,7 @@ def deprecate_enable_nats(enable_nats: object) -> None:
     )
 
 
-def _refuse_unavailable(backend: str, plane: str, response_plane: str) -> None:
+def _refuse_unavailable(backend: str, plane: str) -> None:
     if backend not in _BACKENDS:
         raise ValueError(f"Unknown key-value store type '{backend}'")
     if plane not in _PLANES:
@@ -623,5 +626,3 @@ def _refuse_unavailable(backend: str, plane: str, response_plane: str) -> None:
         )
     if plane == "nats":
         raise ValueError("request plane 'nats' is not part of this version: use 'tcp'")
-    if response_plane == "quic":
-        raise ValueError("response plane 'quic' is not supported: use 'tcp'")

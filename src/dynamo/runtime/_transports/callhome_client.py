@@ -62,6 +62,8 @@ _log = logging.getLogger("dynamo.runtime.callhome")
 
 # How long a stopped call is remembered so that a late call-home can be told of the stop.
 _LATE_CALL_HOME_S = 60.0
+# How long a stopped call waits for the worker to close; whoever reads waits less.
+_STOPPED_LIMIT_S = 10.0
 
 
 class _Gate:
@@ -113,6 +115,7 @@ class _Call:
         self._gate = gate
         self._connection: HomeConnection | None = None
         self._call_home_timer: Limit | None = None
+        self._stop_timer: asyncio.TimerHandle | None = None
         self._stop_due = False
         self._over = False
 
@@ -127,13 +130,16 @@ class _Call:
             self._connection.flush()
             if self.input is not None:
                 self.input.stop()
+            self._close_in(_STOPPED_LIMIT_S)
         elif not self._stop_due:
             self._stop_due = True
-            self._lane.loop.call_later(_LATE_CALL_HOME_S, self._forget_if_unreached)
+            self._close_in(_LATE_CALL_HOME_S)
 
-    def _forget_if_unreached(self) -> None:
-        if self._connection is None:
-            self.close()
+    def _close_in(self, limit_s: float) -> None:
+        """Not to wait for ever for a worker that does nothing about a stop."""
+        if self._stop_timer is not None:
+            self._stop_timer.cancel()
+        self._stop_timer = self._lane.loop.call_later(limit_s, self.close)
 
     def kill(self) -> None:
         if not self._over and self._connection is not None:
@@ -152,6 +158,8 @@ class _Call:
 
     def close(self) -> None:
         self._over = True
+        if self._stop_timer is not None:
+            self._stop_timer.cancel()
         self._pass_gate()
         self._lane.listener.forget(self.subject)
         if self._call_home_timer is not None:
