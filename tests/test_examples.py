@@ -70,7 +70,9 @@ README_EXPECTED = {"./run-example": EXPECTED["hello"]}
 # How many failures of its handler an example provokes; the worker logs each.
 FAILURES = {"errors.py": 3, "typed_endpoint.py": 1}
 README_FAILURES = (0, 1)
-LOGGED_FAILURE = re.compile(r"^handler \w+ of \S+ failed$", re.MULTILINE)
+LOGGED_FAILURE = re.compile(
+    r"^handler \w+ of \S+ (failed$|refused a request: )", re.MULTILINE
+)
 
 pytestmark = pytest.mark.slow
 
