@@ -21,11 +21,13 @@ constraints: setup ## bring constraints.txt up to date
 	  --universal --python-version 3.10 --all-extras --group dev --group fuzz --upgrade \
 	  --no-header --no-annotate --quiet --output-file constraints.txt
 
-.PHONY: check integration faults interop conformance dist ci fuzz changes soak
+.PHONY: check integration faults interop conformance dist ci coverage fuzz changes soak
 check: setup    ## format, lint, layers, spelling, dependencies, types, unit tests (< 60 s)
 	@$(steps) check
 integration: setup ## sockets, files, real etcd and NATS processes
 	@$(steps) integration
+coverage: setup ## unit and integration tests, and what they do not reach
+	@$(steps) coverage
 faults: setup   ## cut, stall, corrupt, kill
 	@$(steps) faults
 interop: setup  ## with the genuine wheel (DYN_GENUINE_PYTHON)

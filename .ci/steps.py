@@ -96,14 +96,41 @@ TEST_FOLDERS = {
     "interop": tests("interop", "tests/interop", "-n", "4", limit_s=240),
     "examples": tests("examples", "tests/test_examples.py", limit_s=240),
 }
+# Branches of the tests that run inside pytest; programs of their own are not counted.
+COVERAGE = [
+    tests(
+        "covered",
+        "tests/unit",
+        "tests/integration",
+        "-n",
+        "auto",
+        "--cov=dynamo",
+        "--cov-branch",
+        "--cov-report=",
+        limit_s=420,
+    ),
+    named("cover 90 %", tool("coverage", "report", "--fail-under=90")),
+    named(
+        "wire 100 %",
+        tool("coverage", "report", "--include=*/_wire/*", "--fail-under=100"),
+    ),
+]
 GROUPS: dict[str, list[Step]] = {
     "check": CHECK,
     "dist": DIST,
     "conformance": [CONFORMANCE],
     "fuzz": [FUZZ],
     "changes": [CHANGES],
+    "coverage": COVERAGE,
     **{name: [step] for name, step in TEST_FOLDERS.items()},
-    "ci": [*CHECK, *DIST, *TEST_FOLDERS.values(), FUZZ, CONFORMANCE],
+    "ci": [
+        *CHECK,
+        *DIST,
+        *COVERAGE,
+        *(step for name, step in TEST_FOLDERS.items() if name != "integration"),
+        FUZZ,
+        CONFORMANCE,
+    ],
     "soak": [TEST_FOLDERS["integration"], TEST_FOLDERS["faults"], FUZZ],
 }
 
