@@ -1196,7 +1196,9 @@ async def test_a_shutdown_ends_a_call_that_is_connecting(cluster: Cluster) -> No
         worker.register(f"127.0.0.1:{listener.getsockname()[1]}/1/gen")
         await until(cluster.client.instance_ids)
         call = cluster.call()
-        await until(lambda: any(p._opening for p in cluster.lane._pools._pools.values()))
+        await until(
+            lambda: any(p._opening for p in cluster.lane._pools._pools.values())
+        )
         await shut_down(cluster.runtime)
         with pytest.raises(RuntimeClosed):
             await within(call)
