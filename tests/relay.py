@@ -42,6 +42,7 @@ class Relay:
         cut: What happens to connections made from now on.
         passed: The total of bytes that passed, by direction.
         accepted: How many connections were made.
+        record: A list to which what is sent is added as (direction, bytes), or None.
     """
 
     def __init__(self, host: str, target_port: int) -> None:
@@ -49,6 +50,7 @@ class Relay:
         self.cut = Cut()
         self.passed = {"up": 0, "down": 0}
         self.accepted = 0
+        self.record: list[tuple[str, bytes]] | None = None
         self._host = host
         self._target_port = target_port
         self._server: asyncio.Server | None = None
@@ -175,6 +177,8 @@ class _Side(asyncio.Protocol):
             data = data[: self._left]
             self._left -= len(data)
         self._relay.passed[self._direction] += len(data)
+        if self._relay.record is not None:
+            self._relay.record.append((self._direction, data))
         if data and not transport.is_closing():
             transport.write(data)
 

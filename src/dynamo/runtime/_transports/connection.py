@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import errno
 import logging
 import os
 import socket
@@ -24,6 +25,9 @@ _log = logging.getLogger("dynamo.runtime.transport")
 T = TypeVar("T")
 P = TypeVar("P", bound="Connection")
 
+# Descriptors come back when other connections end, perhaps in a moment.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS)
+_RETRY_S = 0.02
 # A loop that is later than this for an appointment stood still, and how often to look.
 _STOOD_STILL_S = 0.05
 _LOOKS = 4
@@ -319,7 +323,7 @@ async def connect(
     """
     # A task of its own: its call-backs must not inherit the caller's context, and a
     # connection that stands just as the caller is cancelled must not leak.
-    task = spawn(loop, _create_connection(loop, factory, host, port))
+    task = spawn(loop, _create_connection(loop, factory, host, port, timeout_s))
     expired: asyncio.Future[None] = loop.create_future()
     limit = Limit(loop, timeout_s, lambda: expired.set_result(None))
     try:
@@ -346,10 +350,23 @@ async def connect(
 
 
 async def _create_connection(
-    loop: asyncio.AbstractEventLoop, factory: Callable[[], P], host: str, port: int
+    loop: asyncio.AbstractEventLoop,
+    factory: Callable[[], P],
+    host: str,
+    port: int,
+    timeout_s: float,
 ) -> P:
-    _, protocol = await loop.create_connection(factory, host, port)
-    return protocol
+    """Connect; while this process has no descriptor free, wait for one."""
+    last_try = loop.time() + timeout_s - 2 * _RETRY_S
+    while True:
+        try:
+            _, protocol = await loop.create_connection(factory, host, port)
+        except OSError as error:
+            if error.errno not in _EXHAUSTED or loop.time() >= last_try:
+                raise
+        else:
+            return protocol
+        await asyncio.sleep(_RETRY_S)
 
 
 def _abandon(task: asyncio.Task[P]) -> None:
