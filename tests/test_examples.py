@@ -58,6 +58,30 @@ EXPECTED = {
         "the caller had a time limit",
         "the handler was stopped: by time limit",
     ],
+    "streamed_input.py": [
+        "mean or total: 1.0",
+        "mean or total: 1.5",
+        "mean or total: 3.0",
+        "mean or total: 9.0",
+        "asked: 10",
+        "answered: 10.0",
+        "asked: 20",
+        "answered: 15.0",
+        "4 means, and the source was closed",
+        "the caller's own error: the sensor was unplugged",
+    ],
+    "unary.py": [
+        "4 words: ['one', 'answer', 'is', 'enough']",
+        "['in', 'time']",
+        "refused: InvalidRequest: ValueError: nothing to tokenize",
+        "not unary: unary endpoint returned multiple responses",
+    ],
+    "blocking_handler.py": [
+        "8 calls, 40 tokens",
+        "faster than one after another: True",
+        "token 0",
+        "the model was released: True",
+    ],
     "pipeline.py": [
         "front end: request request-1",
         "back end: request request-1 for ada",
@@ -68,7 +92,7 @@ EXPECTED = {
 }
 README_EXPECTED = {"./run-example": EXPECTED["hello"]}
 # How many failures of its handler an example provokes; the worker logs each.
-FAILURES = {"errors.py": 3, "typed_endpoint.py": 1}
+FAILURES = {"errors.py": 3, "typed_endpoint.py": 1, "unary.py": 1}
 README_FAILURES = (0, 1)
 LOGGED_FAILURE = re.compile(
     r"^handler \w+ of \S+ (failed$|refused a request: )", re.MULTILINE

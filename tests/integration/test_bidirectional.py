@@ -604,6 +604,27 @@ async def test_a_call_that_is_ended_closes_the_source_and_stops_the_handler(
     assert await read(stream) == []
 
 
+async def test_a_stop_closes_the_source_before_the_worker_reacts(cluster: Cluster):
+    worker = cluster.by_hand(1)
+    client = await cluster.client()
+    source = Source(1).for_ever()
+    context = Context()
+    calling = client.bidirectional(source, annotated=False, context=context)
+    request = await worker.request()
+    inputs = await dial_input(worker, request)
+    home = await request.accept()
+    stream = await within(calling)
+    assert body_of(await inputs.frame()) == 1
+    context.stop_generating()
+    await within(source.closed.wait(), 1)
+    for connection in (inputs, home):
+        word = await connection.frame()
+        assert word is not None
+        assert word.header == b'"stop"'
+        connection.close()
+    assert await read(stream) == []
+
+
 async def test_a_stream_that_is_dropped_closes_the_source(cluster: Cluster):
     handler = Handler()
     source = Source(1).for_ever()

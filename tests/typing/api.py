@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 from pydantic import BaseModel
@@ -13,6 +13,7 @@ from typing_extensions import assert_type
 from dynamo._core import (
     AsyncResponseStream,
     ContextMetadata,
+    FirstTokenSource,
     Instance,
     ResponseSender,
     RouterMode,
@@ -84,6 +85,22 @@ async def streamed(requests: PyAsyncRequestStream) -> AsyncIterator[object]:
         yield value
 
 
+def blocking(request: object, context: Context) -> Iterator[str]:
+    if not context.is_stopped():
+        yield "from a thread"
+
+
+async def tells_of_first_tokens(endpoint: Endpoint, context: Context) -> None:
+    source = await endpoint.first_token_source(WorkerType.Decode)
+    assert_type(source, FirstTokenSource | None)
+    if source is not None:
+        source.bind(context, dp_rank=0)
+        source.bind(context)
+        unsubscribe = source.subscribe(print)
+        unsubscribe()
+    context.notify_first_token()
+
+
 @dynamo_endpoint(Order, int)
 async def typed(order: Order) -> AsyncIterator[int]:
     for number in range(order.portions):
@@ -113,6 +130,7 @@ async def worker(runtime: DistributedRuntime, name: str) -> None:
     )
     await endpoint.serve_endpoint(handler=push_mode)
     await endpoint.serve_endpoint(typed)
+    await endpoint.serve_endpoint(blocking)
     await endpoint.serve_bidirectional_endpoint(streamed)
     await serve_unary_endpoint(endpoint, unary)
 
@@ -148,6 +166,22 @@ async def calls_give_streams(client: Client, context: Context) -> None:
     await client.round_robin({"a": [1, None]}, annotated=False)
     await client.generate(b"bytes", context=context)
     await client.direct("request", client.instance_ids()[0])
+
+
+async def endless() -> AsyncIterator[dict[str, int]]:
+    yield {"a": 1}
+
+
+async def calls_take_streams(client: Client, context: Context) -> None:
+    assert_type(await client.bidirectional([1, "two", None]), AsyncResponseStream)
+    await client.bidirectional(endless(), annotated=False, context=context)
+    await client.bidirectional(range(3), instance_id=client.instance_ids()[0])
+    await client.bidirectional(iter([b"bytes"]), None)
+
+
+async def calls_are_weighted(client: Client, context: Context) -> None:
+    stream = await client.device_aware_weighted("request", False, context)
+    assert_type(stream, AsyncResponseStream)
 
 
 async def streams_are_iterated_and_closed(client: Client) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from dynamo.runtime._calls.context import Context
+from dynamo.runtime._calls.handlers import Handler
 from dynamo.runtime._unary import UnaryClient, serve_unary_endpoint
 
 
@@ -43,6 +46,23 @@ async def test_the_one_item_is_the_answer():
     assert await UnaryClient(caller).complete(request=7) == "a"
     assert caller.calls == [([1], False, context), (7, False, None)]
     assert caller.closed == 2
+
+
+async def named_by_the_user(request, *, context):
+    return request
+
+
+@pytest.mark.parametrize(
+    ("handler", "name"),
+    [
+        (named_by_the_user, "named_by_the_user"),
+        (functools.partial(named_by_the_user), "partial"),
+    ],
+)
+async def test_log_lines_name_the_function_of_the_user(handler, name: str):
+    endpoint = Endpoint()
+    await serve_unary_endpoint(endpoint, handler)
+    assert Handler(endpoint.generator).name == name
 
 
 @pytest.mark.parametrize(

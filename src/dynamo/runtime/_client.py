@@ -558,10 +558,15 @@ class Client(Unconstructible):
     ) -> asyncio.Future[AsyncResponseStream]:
         """Call an endpoint that takes a stream of requests.
 
-        The values are read when the worker takes them, and only as fast as it does; the
-        end of the iterable ends the handler's input, not the call.  An exception that
-        the iterable raises ends the call and is raised to the reader of the stream.
-        When the call ends first, the iterable is closed.
+        The values are read when the worker takes them, in the loop of the caller, and
+        only as fast as the worker does; the end of the iterable ends the handler's
+        input, not the call.  An exception that the iterable raises, or a value that
+        cannot be sent, ends the call and is raised to the reader of the stream.  In the
+        end the iterable is closed (``aclose()`` or ``close()``, if it has one), also
+        when the call ends first or never begins.
+
+        As long as no value was taken, the call goes to another instance like any other;
+        after that it does not.
 
         Args:
             requests: An iterable, or asynchronous iterable, of values that MessagePack

@@ -110,4 +110,6 @@ async def serve_unary_endpoint(
     async def one_item(request: Any, context: Context) -> AsyncGenerator[Any, None]:
         yield await handler(request, context=context)
 
+    # Log lines name the user's function, not this one.
+    one_item.__qualname__ = getattr(handler, "__qualname__", type(handler).__name__)
     await endpoint.serve_endpoint(one_item)
