@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from typing_extensions import override
 else:
 
@@ -18,7 +20,7 @@ else:
         return method
 
 
-__all__ = ["Sealed", "Unconstructible", "override"]
+__all__ = ["Numbered", "Sealed", "Unconstructible", "override"]
 
 
 class Sealed:
@@ -50,3 +52,39 @@ class Unconstructible(Sealed):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise TypeError(f"No constructor defined for {type(self).__name__}")
+
+
+class Numbered(Unconstructible):
+    """A member of an enumeration of the genuine kind.
+
+    It equals its number and nothing else, has no order and cannot be hashed: an
+    `enum.IntEnum` would be more.
+    """
+
+    __slots__ = ("_name", "_number")
+    __hash__ = None  # type: ignore[assignment]
+
+    _name: str
+    _number: int
+
+    @classmethod
+    def _make_members(cls, names: Iterable[str], first: int) -> None:
+        """Make the members, numbered from ``first``, and put them on the class."""
+        for number, name in enumerate(names, first):
+            member = cls.__new__(cls)
+            member._name = name  # noqa: SLF001 - a member of this class
+            member._number = number  # noqa: SLF001
+            setattr(cls, name, member)
+
+    def __int__(self) -> int:
+        return self._number
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Numbered):
+            return self is other
+        return isinstance(other, int) and self._number == other
+
+    @override
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self._name}"

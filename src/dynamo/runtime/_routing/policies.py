@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol, TypeVar, final
 
-from dynamo.runtime._sealed import Unconstructible, override
+from dynamo.runtime._sealed import Numbered
 
 Below = Callable[[int], int]
 
@@ -28,7 +28,7 @@ C = TypeVar("C", bound=Candidate)
 
 
 @final
-class RouterMode(Unconstructible):
+class RouterMode(Numbered):
     """How a client chooses among instances; given to `Endpoint.client`.
 
     Members: ``RoundRobin`` 0, ``Random`` 1, ``PowerOfTwoChoices`` 2, ``KV`` 3,
@@ -40,8 +40,7 @@ class RouterMode(Unconstructible):
         (RouterMode.LeastLoaded, 5, True)
     """
 
-    __slots__ = ("_name", "_number")
-    __hash__ = None  # type: ignore[assignment]
+    __slots__ = ()
 
     RoundRobin: ClassVar[RouterMode]
     Random: ClassVar[RouterMode]
@@ -51,31 +50,8 @@ class RouterMode(Unconstructible):
     LeastLoaded: ClassVar[RouterMode]
     DeviceAwareWeighted: ClassVar[RouterMode]
 
-    _name: str
-    _number: int
 
-    @classmethod
-    def _make(cls, name: str, number: int) -> RouterMode:
-        self = cls.__new__(cls)
-        self._name = name
-        self._number = number
-        return self
-
-    def __int__(self) -> int:
-        return self._number
-
-    @override
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, RouterMode):
-            return self._number == other._number
-        return isinstance(other, int) and self._number == other
-
-    @override
-    def __repr__(self) -> str:
-        return f"RouterMode.{self._name}"
-
-
-for _number, _name in enumerate(
+RouterMode._make_members(
     (
         "RoundRobin",
         "Random",
@@ -84,9 +60,9 @@ for _number, _name in enumerate(
         "Direct",
         "LeastLoaded",
         "DeviceAwareWeighted",
-    )
-):
-    setattr(RouterMode, _name, RouterMode._make(_name, _number))
+    ),
+    first=0,
+)
 
 
 class RoundRobin:

@@ -264,11 +264,7 @@ def decode_record(value: bytes) -> EndpointRecord:
         written = _decode_written(value)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not an endpoint record: {error}") from error
-    if not 0 <= written.instance_id <= MAX_INSTANCE_ID:
-        raise RemoteProtocolError(
-            f"not an endpoint record: instance_id {written.instance_id} is not an "
-            "unsigned 64-bit number"
-        )
+    _check_instance_id("an endpoint record", written.instance_id)
     kind, address = _only_transport(written.transport)
     lanes = _read_lanes(written.dynamo_py)
     return EndpointRecord(
@@ -281,6 +277,13 @@ def decode_record(value: bytes) -> EndpointRecord:
         lanes=lanes or (),
         ours=lanes is not None,
     )
+
+
+def _check_instance_id(what: str, instance_id: int) -> None:
+    if not 0 <= instance_id <= MAX_INSTANCE_ID:
+        raise RemoteProtocolError(
+            f"not {what}: instance_id {instance_id} is not an unsigned 64-bit number"
+        )
 
 
 def _only_transport(transport: Mapping[str, str]) -> tuple[str, str]:
@@ -355,11 +358,7 @@ def decode_model_card(value: bytes) -> ModelCard:
         written = _decode_card(value)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not a model card: {error}") from error
-    if not 0 <= written.instance_id <= MAX_INSTANCE_ID:
-        raise RemoteProtocolError(
-            f"not a model card: instance_id {written.instance_id} is not an unsigned "
-            "64-bit number"
-        )
+    _check_instance_id("a model card", written.instance_id)
     config = written.card_json.runtime_config
     data = (config and config.runtime_data) or {}
     return ModelCard(
