@@ -25,7 +25,7 @@ SKIPS_FORBIDDEN = os.environ.get("DYN_TESTS_FORBID_SKIPS") == "1"
 AREAS = (
     "surface", "handlers", "requests", "responses", "envelope", "routing",
     "cancellation", "errors", "context", "remote_context", "concurrency",
-    "decorators", "runtime", "logging_module",
+    "decorators", "runtime", "logging_module", "bidirectional", "push", "unary",
 )  # fmt: skip
 WITHOUT = "status-server,tracing"
 PAIRS = (("ours", "ours"), ("genuine", "ours"), ("ours", "genuine"))
