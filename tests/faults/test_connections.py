@@ -131,7 +131,7 @@ async def test_connections_closed_while_idle_are_replaced_without_a_failed_call(
     scale: float, reset: bool
 ) -> None:
     async with linked(echo) as link:
-        pools = link.caller._core.lane._pools
+        pools = link.caller._core.lane._pools._pools
         for number in range(int(50 * scale)):
             stream = await within(link.call(number))
             assert [item async for item in stream] == [number]
@@ -191,7 +191,7 @@ async def test_a_silent_connection_is_given_up_and_not_waited_for() -> None:
             # More than the sockets take, so that a close would have to wait.
             await link.call(bytes(24 * 1024 * 1024))
         assert caught.value.facts["limit"] == "DYN_TCP_REQUEST_TIMEOUT"
-        pools = link.caller._core.lane._pools.values()
+        pools = link.caller._core.lane._pools._pools.values()
         await until(lambda: not any(pool._connections for pool in pools))
         link.requests.cut = Cut()
         link.requests.flow()
@@ -220,7 +220,7 @@ async def test_an_outage_fails_calls_early_and_keeps_nothing(scale: float) -> No
         assert all(error.retryable for error in failed)
         lane = link.caller._core.lane
         assert not lane.listener._waiting
-        assert not any(pool._connections for pool in lane._pools.values())
+        assert not any(pool._connections for pool in lane._pools._pools.values())
         with pytest.raises(errors.NoInstances, match="1 not answering"):
             await link.client.random("nobody is asked any more")
 

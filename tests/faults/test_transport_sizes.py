@@ -24,7 +24,7 @@ from raw_peers import (
 from served import Served, served
 
 from dynamo.runtime import errors
-from dynamo.runtime._calls import streams
+from dynamo.runtime._calls import inbox
 from dynamo.runtime._transports import connection
 
 MIB = 1024 * 1024
@@ -32,8 +32,8 @@ MIB = 1024 * 1024
 MARKS = (
     connection._EARLY_BYTES,
     connection._HIGH_WATER,
-    streams._FULL_BYTES,
-    10 * streams._FULL_BYTES,
+    inbox._FULL_BYTES,
+    10 * inbox._FULL_BYTES,
 )
 
 
