@@ -192,6 +192,31 @@ async def test_a_drain_ends_within_its_budget(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("signum", SIGNALS)
+async def test_a_signal_while_a_worker_waits_for_others_ends_it_without_an_error(
+    programs: Programs, signum: signal.Signals, runner: str
+) -> None:
+    worker = await programs.start(
+        """
+@dynamo_worker()
+async def main(runtime):
+    client = await runtime.endpoint("ns.comp.nobody").client()
+    say("waiting")
+    await client.wait_for_instances()
+
+run(main)
+say("over")
+""",
+        runner,
+    )
+    await worker.says("waiting")
+    worker.send(signum)
+    await worker.says("over")
+    assert await worker.ended(SOON_S) == 0
+    assert "Traceback" not in worker.stderr
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("signum", SIGNALS)
 async def test_a_signal_before_anything_is_served_ends_the_worker(
     programs: Programs, signum: signal.Signals, runner: str
 ) -> None:
