@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynamo.runtime import _signals
 from dynamo.runtime._runtime import DistributedRuntime, deprecate_enable_nats
+from dynamo.runtime.errors import RuntimeClosed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
@@ -114,6 +115,11 @@ class _Worker:
             except asyncio.CancelledError:
                 if not self._cancelled:
                     raise
+            except RuntimeClosed as error:
+                # It wanted something of the runtime that a signal has closed.
+                if not self._signals:
+                    raise
+                _log.debug("the worker's coroutine ended with %r", error)
             finally:
                 # From here on there is nobody to cancel, only a drain to wait for.
                 self._working = False
