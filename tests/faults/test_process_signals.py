@@ -65,8 +65,10 @@ say("over")
 )
 
 
-async def started(programs: Programs, text: str, *arguments: str) -> Program:
-    worker = await programs.start(text, *arguments)
+async def started(
+    programs: Programs, text: str, *arguments: str, **environment: str
+) -> Program:
+    worker = await programs.start(text, *arguments, **environment)
     await worker.says("serving")
     return worker
 
@@ -132,7 +134,7 @@ async def test_a_second_signal_skips_the_wait(
     worker.send(signum)
     await eventually(lambda: not programs.records, SOON_S)
     worker.send(signum)
-    assert await worker.ended(SOON_S) == 0
+    assert await worker.ended(SOON_S) == 0, worker.stderr
 
 
 async def test_a_second_signal_leaves_a_stubborn_handler_behind(
@@ -171,22 +173,22 @@ say("over")
     worker.write_line()
     worker.send(signal.SIGTERM)
     await worker.says("over")
-    assert await worker.ended(SOON_S) == 0
+    assert await worker.ended(SOON_S) == 0, worker.stderr
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 async def test_a_drain_ends_within_its_budget(
     programs: Programs, client: Client, runner: str
 ) -> None:
-    worker = await programs.start(
-        WORKER, runner, DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0.5"
+    worker = await started(
+        programs, WORKER, runner, DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0.5"
     )
     stream = await begun(client, "for ever")
     sent_at = worker.send(signal.SIGTERM)
     with pytest.raises(StreamBroken):
         await stream.__anext__()
     assert 0.5 <= time.monotonic() - sent_at < SOON_S
-    assert await worker.ended(SOON_S) == 0
+    assert await worker.ended(SOON_S) == 0, worker.stderr
     assert "ns/comp/gen (handle): 1" in worker.stderr
 
 
@@ -235,7 +237,53 @@ say("over")
     await worker.says("starting")
     worker.send(signum)
     await worker.says("over")
-    assert await worker.ended(SOON_S) == 0
+    assert await worker.ended(SOON_S) == 0, worker.stderr
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+async def test_a_signal_ends_a_worker_that_waits_for_another(
+    programs: Programs, signum: signal.Signals
+) -> None:
+    worker = await programs.start(
+        """
+@dynamo_worker()
+async def main(runtime):
+    client = await runtime.endpoint("ns.comp.nobody").client()
+    say("waiting")
+    await client.wait_for_instances()
+
+run(main)
+say("over")
+"""
+    )
+    await worker.says("waiting")
+    worker.send(signum)
+    await worker.says("over")
+    assert await worker.ended(SOON_S) == 0, worker.stderr
+
+
+async def test_an_error_of_the_program_after_a_signal_stays_one(
+    programs: Programs,
+) -> None:
+    worker = await started(
+        programs,
+        HANDLERS
+        + """
+@dynamo_worker()
+async def main(runtime):
+    endpoint = runtime.endpoint("ns.comp.gen")
+    serving = endpoint.serve_endpoint(handle)
+    await (await endpoint.client()).wait_for_instances()
+    say("serving")
+    await serving
+    raise RuntimeError("wanted")
+
+run(main)
+""",
+    )
+    worker.send(signal.SIGTERM)
+    assert await worker.ended(SOON_S) == 1
+    assert "RuntimeError: wanted" in worker.stderr
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -263,8 +311,8 @@ run(main)
 async def test_a_handler_that_ignores_everything_is_named_and_left_behind(
     programs: Programs, client: Client, runner: str
 ) -> None:
-    worker = await programs.start(
-        WORKER, runner, DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0.2"
+    worker = await started(
+        programs, WORKER, runner, DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0.2"
     )
     await begun(client, "stubborn")
     worker.send(signal.SIGTERM)
@@ -422,7 +470,7 @@ async def test_a_signal_may_come_while_a_thread_is_being_started(
     )
     await worker.says("returned")
     await worker.says("over")
-    assert await worker.ended(SOON_S) == 0
+    assert await worker.ended(SOON_S) == 0, worker.stderr
     assert programs.records == []
 
 
@@ -443,7 +491,7 @@ async def test_a_child_process_is_neither_signalled_nor_waited_for(
     )
     child = int(await worker.line())
     worker.send(signal.SIGTERM)
-    assert await worker.ended(SOON_S) == 0
+    assert await worker.ended(SOON_S) == 0, worker.stderr
     os.kill(child, signal.SIGKILL)  # fails if there is no such process
 
 
@@ -479,7 +527,7 @@ async def test_a_worker_drains_as_the_first_process_of_a_container(
     await eventually(lambda: not programs.records, SOON_S)
     worker.write_line()
     assert [item async for item in stream] == ["finished"]
-    assert await worker.ended(SOON_S) == 0
+    assert await worker.ended(SOON_S) == 0, worker.stderr
 
 
 async def test_sigterm_ends_a_plain_program_as_the_first_process_of_a_container(
