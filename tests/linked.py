@@ -73,11 +73,16 @@ class Link:
             request, instance_id, annotated=False, **options
         )
 
-    async def cut_requests(self) -> None:
-        """Cut the pooled request connections; the client has noticed on return."""
-        self.requests.break_all()
+    @property
+    def pooled(self) -> int:
+        """How many request connections the client has."""
         pools = self.caller._core.lane._pools._pools.values()
-        await until(lambda: not any(pool._connections for pool in pools))
+        return sum(len(pool._connections) for pool in pools)
+
+    async def cut_requests(self, *, reset: bool = True) -> None:
+        """Cut the pooled request connections; the client has noticed on return."""
+        self.requests.break_all(reset=reset)
+        await until(lambda: not self.pooled)
 
 
 async def closed(runtime: DistributedRuntime) -> None:

@@ -131,12 +131,10 @@ async def test_connections_closed_while_idle_are_replaced_without_a_failed_call(
     scale: float, reset: bool
 ) -> None:
     async with linked(echo) as link:
-        pools = link.caller._core.lane._pools._pools
         for number in range(int(50 * scale)):
             stream = await within(link.call(number))
             assert [item async for item in stream] == [number]
-            link.requests.break_all(reset=reset)
-            await until(lambda: not any(one._connections for one in pools.values()))
+            await link.cut_requests(reset=reset)
         assert link.requests.accepted == int(50 * scale)
 
 
@@ -191,8 +189,7 @@ async def test_a_silent_connection_is_given_up_and_not_waited_for() -> None:
             # More than the sockets take, so that a close would have to wait.
             await link.call(bytes(24 * 1024 * 1024))
         assert caught.value.facts["limit"] == "DYN_TCP_REQUEST_TIMEOUT"
-        pools = link.caller._core.lane._pools._pools.values()
-        await until(lambda: not any(pool._connections for pool in pools))
+        await until(lambda: not link.pooled)
         link.requests.cut = Cut()
         link.requests.flow()
         stream = await within(link.call("another connection"))
@@ -218,9 +215,8 @@ async def test_an_outage_fails_calls_early_and_keeps_nothing(scale: float) -> No
         assert time.monotonic() - started < 5 * max(scale, 1)
         assert {type(error) for error in failed} == {errors.ConnectionFailed}
         assert all(error.retryable for error in failed)
-        lane = link.caller._core.lane
-        assert not lane.listener._waiting
-        assert not any(pool._connections for pool in lane._pools._pools.values())
+        assert not link.caller._core.lane.listener._waiting
+        assert not link.pooled
         with pytest.raises(errors.NoInstances, match="1 not answering"):
             await link.client.random("nobody is asked any more")
 

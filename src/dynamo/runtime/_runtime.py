@@ -50,6 +50,9 @@ T = TypeVar("T")
 _BACKENDS = ("kubernetes", "etcd", "file", "mem")
 _PLANES = ("nats", "tcp")
 _LEAVE_TIMEOUT_S = 2.0
+# Callers hear of our leaving within this time; then nobody asks any more.
+_STRAGGLERS_S = 0.1
+_STRAGGLERS_TIMEOUT_S = 1.0
 _TURNS_TO_CLOSE = 3
 # After a drain in vain: to end when stopped, then when killed.  With the default budget
 # of 25 s all is over before Kubernetes' 30.
@@ -270,7 +273,9 @@ class _Core:
     async def _shut_down(self) -> None:
         try:
             await self._leave_discovery()
+            left_at = self.loop.time()
             await self._drain()
+            await self._refuse_stragglers(left_at)
         finally:
             for life in list(self._served):
                 life.release()
@@ -318,21 +323,40 @@ class _Core:
             if life.in_flight
         )
 
+    async def _refuse_stragglers(self, left_at: float) -> None:
+        """Answer callers who have not heard yet that we left, before the port closes.
+
+        A request that meets a closed connection may have run, for all its caller knows,
+        and is not sent again; one that is refused goes elsewhere.
+        """
+        if self._lane is not None:
+            # Our own connections are nobody's to wait for.
+            await self._lane.aclose()
+        if self._server is not None:
+            quiet = self._server.quiet(left_at, _STRAGGLERS_S)
+            await self._unless_hurried(quiet, _STRAGGLERS_TIMEOUT_S)
+
     async def _all_idle(self, timeout_s: float) -> bool:
-        """Whether everything was answered in time; a hurry ends the wait."""
-        idle = spawn(self.loop, self._idle())
+        """Whether everything was answered in time."""
+        return await self._unless_hurried(self._idle(), timeout_s)
+
+    async def _unless_hurried(
+        self, work: Coroutine[Any, Any, None], timeout_s: float
+    ) -> bool:
+        """Whether the work was done in time; a hurry ends the wait."""
+        done = spawn(self.loop, work)
         hurry = spawn(self.loop, self._hurry.wait())
         try:
             await asyncio.wait(
-                (idle, hurry),
+                (done, hurry),
                 timeout=timeout_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            return idle.done()
+            return done.done()
         finally:
-            idle.cancel()
+            done.cancel()
             hurry.cancel()
-            await asyncio.gather(idle, hurry, return_exceptions=True)
+            await asyncio.gather(done, hurry, return_exceptions=True)
 
     async def _idle(self) -> None:
         for life in list(self._served):

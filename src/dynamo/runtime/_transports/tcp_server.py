@@ -7,6 +7,7 @@ nothing about a request: whoever serves the path answers with the text of the ac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable
@@ -54,6 +55,8 @@ class RequestServer:
         self._server: asyncio.Server | None = None
         self._port = 0
         self._starting = asyncio.Lock()
+        self._asked_at = 0.0
+        self._hung_up = asyncio.Event()
         self._connections: weakref.WeakSet[_RequestConnection] = weakref.WeakSet()
 
     async def start(self, host: str, port: int) -> int:
@@ -87,12 +90,32 @@ class RequestServer:
 
     def answer(self, request: RequestReceived) -> str:
         """The text of the ack for a request."""
+        self._asked_at = self.loop.time()
         if request.path is None:
             return INVALID_PATH_TEXT
         serve = self._served.get(request.path)
         if serve is None:
             return unknown_endpoint_text(request.path)
         return serve(request)
+
+    async def quiet(self, since: float, pause_s: float) -> None:
+        """Wait until nobody is connected, or no request has come for so long.
+
+        Args:
+            since: The moment from which on the pause counts at the earliest.
+            pause_s: How long.
+        """
+        while any(connection.is_open for connection in self._connections):
+            rest_s = max(since, self._asked_at) + pause_s - self.loop.time()
+            if rest_s <= 0:
+                return
+            self._hung_up.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._hung_up.wait(), rest_s)
+
+    def hung_up(self) -> None:
+        """A connection has gone."""
+        self._hung_up.set()
 
     def close(self) -> None:
         """Stop listening and close every connection."""
@@ -251,3 +274,4 @@ class _RequestConnection(Connection):
     @override
     def lost(self, error: Exception | None) -> None:
         self._stop_watching()
+        self._owner.hung_up()
