@@ -412,3 +412,23 @@ def test_public_views_cannot_be_made_copied_or_changed(one: object) -> None:
 def test_instances_are_not_hashable() -> None:
     with pytest.raises(TypeError, match="unhashable"):
         hash(shown())
+
+
+async def test_closing_waits_for_the_probes(cluster: Cluster):
+    await cluster.put(record(1))
+    view = await cluster.open()
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    async def probe(one: EndpointRecord) -> bool:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+        return True
+
+    view.suspect(1, probe)
+    await asyncio.wait_for(asked.wait(), 5)
+    await view.aclose()
+    assert ended.is_set()

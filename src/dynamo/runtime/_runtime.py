@@ -388,7 +388,7 @@ class _Core:
         if self._unhook is not None:
             self._unhook()
         for home in list(self._homes.values()):
-            home.instances.close()
+            await home.instances.aclose()
         if self._lane is not None:
             await self._lane.aclose()
         if self._server is not None:

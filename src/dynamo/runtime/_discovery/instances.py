@@ -296,6 +296,13 @@ class InstanceSet:
         self._removals.clear()
         self._changed()
 
+    async def aclose(self) -> None:
+        """The same, and wait until the probes have ended."""
+        probes = list(self._suspects.values())
+        self.close()
+        if probes:
+            await asyncio.wait(probes, timeout=_PROBE_LIMIT_S)
+
     def __del__(self) -> None:
         # In any thread, perhaps without a loop: no lock, no waiting.
         if self._watch is not None:
