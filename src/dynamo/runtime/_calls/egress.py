@@ -128,6 +128,7 @@ class OutgoingCall:
         self._pid = os.getpid()
         self._inbox = Inbox(loop, self._on_full)
         self._handle: CallHandle | None = None
+        self._sent = False
         self._record: EndpointRecord | None = None
         self._established: asyncio.Future[None] | None = None
         self._opening: asyncio.Task[Any] | None = None
@@ -166,7 +167,7 @@ class OutgoingCall:
         except BaseException:
             self._cancel()
             raise
-        if self._handle is None:
+        if not self._sent:
             # Stopped before anything was sent: the caller gets an empty stream.
             self._cancel()
 
@@ -212,7 +213,8 @@ class OutgoingCall:
         established = self._established = self._loop.create_future()
         try:
             self._handle = await self._open(record)
-            if self._handle is not None:
+            self._sent = self._handle is not None
+            if self._sent:
                 self._forget_removal = self._selection.instances.watch_removal(
                     record.instance_id, self._on_removed
                 )
@@ -370,6 +372,8 @@ class OutgoingCall:
 
     def _release(self) -> None:
         self._count(None)
+        # Both hold each other: no cycle is left behind.
+        self._handle = None
         if self._pump is not None:
             self._pump.stop()
         if self._stop_timer is not None:

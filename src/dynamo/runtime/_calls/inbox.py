@@ -89,6 +89,10 @@ class Step(asyncio.Future[Any]):
             if self.done() and not self.cancelled():
                 self.inbox.take_back(self)
             raise
+        finally:
+            # An error that is raised here has this frame in its traceback, and is held
+            # by the future: no cycle is left behind.
+            del self
 
     __iter__ = __await__
 
@@ -186,6 +190,9 @@ class Inbox:
             return
         self._ended = True
         self._error = error
+        if discard or not self._full:
+            # Whoever is told usually owns us: no cycle is left behind.
+            self._on_full = _tell_nobody
         waiters, self._waiters = self._waiters, deque()
         for waiter in waiters:
             if not waiter.done():
@@ -227,6 +234,8 @@ class Inbox:
         ):
             self._full = False
             self._on_full(False)
+            if self._ended:
+                self._on_full = _tell_nobody
 
     def gave_up(self) -> None:
         """A waiter was cancelled: clear them away before they are the majority."""
@@ -299,6 +308,10 @@ class Inbox:
         far.answer = number, item, error
         if not _post(far, _arrive, far, number, item, error):
             self.ask_no_more(far)
+
+
+def _tell_nobody(full: bool) -> None:
+    """Takes the place of the owner's call-back once there is nothing to pause."""
 
 
 def _post(far: _FarStep, call: Callable[..., object], *args: object) -> bool:

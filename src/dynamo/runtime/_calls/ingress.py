@@ -255,11 +255,14 @@ class _Run:
         self._endpoint.admission.release(ran=self._ran)
         if self._state is not None:
             self._state.unsubscribe(self._on_context)
+        self.on_input_end()
         if self._input is not None:
             self._input.close()
         if self._reply is not None and not self._over:
             # Reached only when the task was cut off before it could end the stream.
             self._reply.drop()
+        # They hold us: no cycle is left behind.
+        self._input = self._reply = None
         self._endpoint.ended(self)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):

@@ -120,7 +120,7 @@ class Pump:
         """Nobody takes more input: let go of the source, which runs its ``finally``."""
         if self._over:
             return
-        self._over = True
+        self._be_over()
         if not self._started:
             self._started = True
             self._task = spawn(self._loop, self._close(), self._context)
@@ -171,7 +171,7 @@ class Pump:
 
     def _end(self, sink: InputSink) -> None:
         if not self._over:
-            self._over = True
+            self._be_over()
             sink.end()
 
     def _fail(self, error: Exception) -> None:
@@ -181,8 +181,14 @@ class Pump:
                 exc_info=error,
             )
         else:
-            self._over = True
-            self._failed(error)
+            failed = self._failed
+            self._be_over()
+            failed(error)
+
+    def _be_over(self) -> None:
+        self._over = True
+        # Whoever was to be told owns us: no cycle is left behind.
+        self._failed = _tell_nobody
 
     async def _close(self) -> None:
         aclose = getattr(self._source, "aclose", None)
@@ -194,6 +200,10 @@ class Pump:
             _log.exception(
                 "the stream of requests of a call failed while it was being closed"
             )
+
+
+def _tell_nobody(error: Exception) -> None:
+    """Takes the place of the owner's call-back once the call is over."""
 
 
 def _cut_off(cause: BaseException) -> StreamError:

@@ -88,6 +88,8 @@ class Limit:
     def cancel(self) -> None:
         """End it; nothing is called any more."""
         self._timer.cancel()
+        # What it would have called usually owns it: no cycle is left behind.
+        self._expired = _nothing
 
     def _look(self) -> None:
         now = self._loop.time()
@@ -96,10 +98,16 @@ class Limit:
             self.slack_s += late_s
             self._at += late_s
         elif self._look_at >= self._at:
-            self._expired()
+            expired = self._expired
+            self.cancel()
+            expired()
             return
         self._look_at = min(self._at, now + self._step_s)
         self._timer = self._loop.call_at(self._look_at, self._look)
+
+
+def _nothing() -> None:
+    """Takes the place of a call-back that is not to be called any more."""
 
 
 class Connection(asyncio.Protocol):

@@ -126,8 +126,9 @@ class HomeConnection(Connection):
         self._listener.connections.discard(self)
         if self._handshake_timer is not None:
             self._handshake_timer.cancel()
-        if self._call is not None:
-            self._call.receive_eof()
+        call, self._call = self._call, None
+        if call is not None:
+            call.receive_eof()
 
 
 class ResponseListener:

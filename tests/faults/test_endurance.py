@@ -1,0 +1,287 @@
+"""Many calls, cancelled at random moments: what is there afterwards is what was before.
+
+Rows RS-05, RS-11, CN-07, HG-05, and ten thousand calls in two processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import random
+import sys
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+from programs import LIMIT_S, Program, Programs, eventually, resident_bytes
+from raw_peers import PATH, make_runtime, shut_down, within
+from served import Served, served
+
+from dynamo.runtime import Client, Context, PyAsyncRequestStream, errors
+
+SEED = 20_240_229
+SEQUENTIAL, CONCURRENT = 1_000, 200
+AT_ONCE = 100
+CANCELLED_WITHIN_S = 0.005
+
+WORKER = """
+import gc, json
+
+live = 0
+
+async def handle(request):
+    global live
+    live += 1
+    try:
+        for number in range(request["count"]):
+            yield {"id": request["id"], "number": number}
+            await asyncio.sleep(0)
+        if request["hush"]:
+            await asyncio.Event().wait()
+    finally:
+        live -= 1
+
+def state():
+    gc.collect()
+    return {
+        "live": live,
+        "tasks": len(asyncio.all_tasks()),
+        "threads": threading.active_count(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+async def main():
+    runtime = DistributedRuntime(asyncio.get_running_loop(), "file", "tcp")
+    serving = runtime.endpoint("ns.comp.gen").serve_endpoint(handle)
+    say("serving")
+    # A thread of its own reads, before anything is counted.
+    while await line():
+        say(json.dumps(state()))
+    runtime.shutdown()
+    await serving
+
+run(main)
+"""
+
+
+class Sides:
+    """The worker's process and this one, and what is alive in each."""
+
+    def __init__(self, worker: Program, client: Client) -> None:
+        self.worker = worker
+        self.client = client
+        self.random = random.Random(SEED)
+        self.outcomes: Counter[str] = Counter()
+
+    async def alive(self) -> dict[str, int]:
+        self.worker.write_line("state")
+        theirs = json.loads(await self.worker.line())
+        gc.collect()
+        return {
+            **theirs,
+            "our tasks": len(asyncio.all_tasks()),
+            "our threads": threading.active_count(),
+            "our descriptors": len(os.listdir("/proc/self/fd")),
+        }
+
+    async def settled(self) -> dict[str, int]:
+        """The same once no handler is left and it no longer changes."""
+
+        async def settle() -> dict[str, int]:
+            before: dict[str, int] = {}
+            while before != (before := await self.alive()) or before["live"]:
+                await asyncio.sleep(0.1)
+            return before
+
+        return await asyncio.wait_for(settle(), LIMIT_S)
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "theirs": self.worker.memory_bytes(),
+            "ours": resident_bytes(os.getpid()),
+        }
+
+    async def call(self, number: int) -> None:
+        """One call; every third is cancelled somewhere on its way."""
+        cancelled = number % 3 == 0
+        # Of those that are cancelled some would never end by themselves.
+        request = {"id": number, "count": 5, "hush": cancelled and number % 2 == 0}
+        task = asyncio.get_running_loop().create_task(self._read(request))
+        if cancelled:
+            moment = self.random.uniform(0, CANCELLED_WITHIN_S)
+            await asyncio.wait((task,), timeout=moment)
+            task.cancel()
+        await asyncio.wait((task,), timeout=LIMIT_S)
+        assert task.done(), f"call {number} does not end"
+        if task.cancelled():
+            self.outcomes["cancelled"] += 1
+        else:
+            assert task.result() == 5
+            self.outcomes["complete"] += 1
+
+    async def _read(self, request: dict[str, Any]) -> int:
+        count = 0
+        async for item in await self.client.random(request, annotated=False):
+            assert item == {"id": request["id"], "number": count}
+            count += 1
+        return count
+
+    async def load(self, sequential: int, concurrent: int) -> None:
+        for number in range(sequential):
+            await self.call(number)
+        for start in range(0, concurrent, AT_ONCE * 10):
+            numbers = range(start, min(start + AT_ONCE * 10, concurrent))
+            await asyncio.gather(*map(self.call, numbers))
+
+
+@pytest.fixture
+async def sides(programs: Programs, client: Client) -> Sides:
+    worker = await programs.start(WORKER)
+    await worker.says("serving")
+    await client.wait_for_instances(timeout=LIMIT_S)
+    return Sides(worker, client)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+async def test_many_calls_a_third_of_them_cancelled_leave_everything_as_it_was(
+    sides: Sides, scale: float
+) -> None:
+    sequential, concurrent = int(SEQUENTIAL * scale), int(CONCURRENT * scale)
+    # The same at a size that fills pools and caches.
+    await sides.load(min(300, sequential), concurrent)
+    before, memory = await sides.settled(), sides.memory()
+    sides.outcomes.clear()
+    await sides.load(sequential, concurrent)
+    assert await sides.settled() == before
+    after = sides.memory()
+    grown = {side: after[side] / memory[side] for side in memory}
+    print(f"memory afterwards: {grown}; outcomes {dict(sides.outcomes)}")
+    assert max(grown.values()) < 1.1
+    calls = sequential + concurrent
+    assert sides.outcomes.total() == calls
+    # Those with a hush can end in no other way.
+    assert calls / 6 <= sides.outcomes["cancelled"] <= calls / 3 + 1
+    assert sides.client._home.in_flight == {}
+
+
+# ----------------------------------------------------------------------------- RS-11
+
+
+async def count(request: int) -> AsyncIterator[int]:
+    for number in range(request):
+        yield number
+
+
+async def plain(pair: Served) -> None:
+    await pair.items(3)
+
+
+async def with_context(pair: Served) -> None:
+    await pair.items(3, context=Context("id", {"k": "v"}))
+
+
+async def closed_early(pair: Served) -> None:
+    stream = await pair.call(3)
+    await stream.aclose()
+
+
+async def dropped(pair: Served) -> None:
+    await pair.call(3)
+
+
+async def cancelled(pair: Served) -> None:
+    call = pair.client.direct(3, pair.instance_id)
+    await asyncio.sleep(0)
+    call.cancel()
+
+
+async def stopped(pair: Served) -> None:
+    context = Context()
+    stream = await pair.call(3, context=context)
+    context.stop_generating()
+    assert len([item async for item in stream]) <= 3
+
+
+async def failed(pair: Served) -> None:
+    stream = await pair.call("no number")
+    # Not in `wait_for`, which keeps the error that passes through it.
+    with contextlib.suppress(errors.RemoteError):
+        async for _ in stream:
+            pass
+
+
+async def refused(pair: Served) -> None:
+    with contextlib.suppress(errors.CallError):
+        await pair.client.direct(3, 1)
+
+
+def ours() -> Counter[str]:
+    """The objects of our classes, by class."""
+    kinds = (type(one) for one in gc.get_objects())
+    return Counter(
+        kind.__qualname__
+        for kind in kinds
+        if str(kind.__module__).startswith("dynamo.runtime")
+    )
+
+
+async def grown(call: Callable[[], Coroutine[Any, Any, None]], calls: int) -> Any:
+    """What is left of so many calls with the cyclic collector off."""
+    for _ in range(5):
+        await call()
+    gc.collect()
+    gc.disable()
+    try:
+        before = ours()
+        for _ in range(calls):
+            await call()
+
+        def left() -> dict[str, int]:
+            # Something may be under way in any moment; what grows is per call.
+            return {k: n for k, n in (ours() - before).items() if n > calls / 4}
+
+        with contextlib.suppress(AssertionError):
+            await eventually(lambda: not left(), 2)
+        return left()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [plain, with_context, closed_early, dropped, cancelled, stopped, failed, refused],
+)
+async def test_calls_leave_nothing_for_the_cyclic_collector(
+    way: Callable[[Served], Coroutine[Any, Any, None]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # A record of a failure that is kept would keep the frames of its traceback.
+    caplog.set_level(logging.CRITICAL, "dynamo.runtime")
+    async with served(count) as pair:
+        assert await grown(lambda: way(pair), 40) == {}
+
+
+async def test_calls_with_streamed_input_leave_nothing_for_it_either() -> None:
+    async def total(stream: PyAsyncRequestStream) -> AsyncIterator[int]:
+        yield sum([number async for number in stream])
+
+    worker = make_runtime()
+    endpoint = worker.endpoint(PATH)
+    serving = endpoint.serve_bidirectional_endpoint(total)
+    client = await endpoint.client()
+    await within(client.wait_for_instances())
+
+    async def call() -> None:
+        stream = await within(client.bidirectional([1, 2, 3], annotated=False))
+        assert [item async for item in stream] == [6]
+
+    assert await grown(call, 40) == {}
+    await shut_down(worker)
+    await within(serving)
