@@ -17,6 +17,8 @@ from benchmarks.peers import ROOT, Cluster, missing
 from benchmarks.rounds import Bench, Results
 from benchmarks.workloads import Workload, chosen
 
+CALLHOME = "ours-callhome"
+
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks", description=__doc__)
@@ -77,6 +79,9 @@ def measure(options: argparse.Namespace, cluster: Cluster) -> Results:
             print(f"\r{time.monotonic() - started:4.0f} s  {words}", end="", flush=True)
 
     peers = usable(options.workloads, options.peer, options.loop)
+    if {"ours", CALLHOME} <= peers and not cluster.advertises_lanes("ours"):
+        print(f"not measured: {CALLHOME}: ours has no other lane")
+        peers.discard(CALLHOME)
     bench = Bench(cluster, options.loop, options.quick, tell)
     results: Results = {}
     for number, workload in enumerate(options.workloads, 1):

@@ -23,6 +23,10 @@ LOOPBACK = dict.fromkeys(
     ),
     "127.0.0.1",
 )
+# Debian keeps servers in a folder that is not on every user's PATH.
+PROGRAM_PATH = os.pathsep.join(
+    [os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin"]
+)
 LANES = re.compile(rb'"dynamo_py":\{.*"lanes":\[([^\]]*)\]')
 
 
@@ -63,7 +67,7 @@ def missing(peer: str) -> str:
         return "" if shutil.which(named) else "DYN_GENUINE_PYTHON names no interpreter"
     if client.kind in ("grpc", "nats") and not importlib.util.find_spec(client.kind):
         return f"the module {client.kind} is not installed (dependency group 'bench')"
-    if client.kind == "nats" and not shutil.which("nats-server"):
+    if client.kind == "nats" and not shutil.which("nats-server", path=PROGRAM_PATH):
         return "there is no program nats-server"
     return ""
 
@@ -124,7 +128,7 @@ class Cluster:
 
     def _nats_address(self) -> str:
         if self._nats is None:
-            program = shutil.which("nats-server")
+            program = shutil.which("nats-server", path=PROGRAM_PATH)
             assert program is not None, "see missing()"
             self._nats = NatsServer(program)
         return self._nats.address
@@ -147,6 +151,15 @@ class Cluster:
                 raise
             self._clients[peer] = process
         return self._clients[peer], worker.pid
+
+    def advertises_lanes(self, worker: str) -> bool:
+        """Whether a worker of ours, started for the answer, speaks more than one.
+
+        Raises:
+            Failed: it did not start.
+        """
+        self._worker(worker)
+        return self.lanes(worker) != "callhome"
 
     def lanes(self, worker: str) -> str:
         """The lanes that a worker of ours advertises, call-home apart."""
