@@ -8,7 +8,8 @@ from benchmarks.report import reached
 from benchmarks.rounds import Results
 from benchmarks.workloads import REFERENCE, WORKLOADS, Workload
 
-SHOWN = {
+LOADS = ("streams", "pace", "calls", "payloads", "first_warm")
+PEERS = {
     "ours": "#1f6f4a",
     "ours-callhome": "#7fb89a",
     "grpc": "#5577aa",
@@ -28,8 +29,7 @@ def draw(results: Results, caption: str, path: Path) -> bool:
     shown = [
         one
         for one in WORKLOADS
-        if one.name in results
-        and any(_times_better(results, one, peer) for peer in SHOWN)
+        if one.load in LOADS and _times_better(results, one, "ours")
     ]
     try:
         import matplotlib as mpl
@@ -41,18 +41,24 @@ def draw(results: Results, caption: str, path: Path) -> bool:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 1.6 + 0.5 * len(shown)))
-    height = 0.8 / len(SHOWN)
-    for place, (peer, color) in enumerate(SHOWN.items()):
+    peers = {one for workload in shown for one in results[workload.name]}
+    colors = {peer: color for peer, color in PEERS.items() if peer in peers}
+    height = 0.8 / len(colors)
+    for place, (peer, color) in enumerate(colors.items()):
         times = [_times_better(results, one, peer) for one in shown]
         rows = [row + place * height for row, one in enumerate(times) if one]
-        axes.barh(rows, [one for one in times if one], height, color=color, label=peer)
+        # From the line of the genuine wheel: on this axis nothing begins at zero.
+        lengths = [one - 1 for one in times if one]
+        axes.barh(rows, lengths, height, left=1, color=color, label=peer)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log")
     axes.set_yticks(
         [row + 0.4 - height / 2 for row in range(len(shown))],
-        [one.name for one in shown],
+        [f"{one.name}\n({one.metric})" for one in shown],
+        fontsize=8,
     )
     axes.invert_yaxis()
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("times better than the genuine wheel (line: equal)")
     axes.legend(fontsize=8)
     figure.text(0.01, 0.01, caption, fontsize=7)

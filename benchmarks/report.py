@@ -71,12 +71,14 @@ def _rows_of(results: Results, workload: Workload) -> list[list[str]]:
     for peer, rounds in results[workload.name].items():
         mine = reached(results, workload.name, workload.metric, peer, None)
         ratio = reached(results, workload.name, workload.metric, peer, REFERENCE)
+        cpu = reached(results, workload.name, "cpu_us", peer, None)
         rows.append(
             [
                 workload.name,
                 peer,
                 mine.text if mine else "failed",
                 ratio.text if ratio and peer != REFERENCE else "",
+                figure(cpu.median) if cpu else "",
                 f"{len(rounds)} {_errors(rounds)}",
             ]
         )
@@ -84,12 +86,17 @@ def _rows_of(results: Results, workload: Workload) -> list[list[str]]:
 
 
 def results_table(results: Results) -> str:
-    """What every peer reached, and that over the genuine wheel."""
-    rows = [["workload", "peer", "figure [min..max]", "over genuine", "rounds"]]
+    """What every peer reached, and that over the genuine wheel.
+
+    CPU is the processor time of both sides for one item, call or payload.
+    """
+    rows = [
+        ["workload", "peer", "figure [min..max]", "over genuine", "CPU us", "rounds"]
+    ]
     for workload in WORKLOADS:
         if workload.name in results:
             rows += _rows_of(results, workload)
-            rows[-1 - len(results[workload.name]) + 1][2] += f" {workload.metric}"
+            rows[-len(results[workload.name])][2] += f" {workload.metric}"
     return _table(rows)
 
 

@@ -10,7 +10,7 @@ from benchmarks.peers import Cluster
 from benchmarks.processes import Failed
 from benchmarks.workloads import Workload
 
-LIMIT_S = 10.0
+LIMIT_S = 20.0
 WARM_UP_S = 0.05
 LEAST_ROUNDS = 2
 

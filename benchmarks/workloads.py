@@ -193,9 +193,7 @@ BARS = [
     Bar("stream 1, yields: x genuine", "streams-1-yielding", 10),
     Bar("stream 1, no await: x genuine", "streams-1-plain", 40),
     _most("10 ms items: gap p99 / genuine", "pace-256", 1 / 3, "gap_p99_ms", REFERENCE),
-    _most(
-        "10 ms items: CPU / genuine", "pace-256", 1 / 5, "cpu_us_per_item", REFERENCE
-    ),
+    _most("10 ms items: CPU / genuine", "pace-256", 1 / 5, "cpu_us", REFERENCE),
     *_of_both("calls: x genuine", "calls-{}", 20),
     *_of_both("calls: x grpc.aio", "calls-{}", 20, "grpc"),
     _most("calls: p99 / genuine, 32", "calls-32", 1 / 15, "p99_ms", REFERENCE),

@@ -38,6 +38,23 @@ def _cpu_s(pid: int) -> float:
     return time.clock_gettime(~pid << 3 | 2)
 
 
+class _Cpu:
+    """The processor time of client and worker together since it was made.
+
+    Unlike the time on the wall it hardly depends on what else the machine does.
+    """
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._pids = (os.getpid(), given["worker"])
+        self._started = self._now_s()
+
+    def _now_s(self) -> float:
+        return sum(map(_cpu_s, self._pids))
+
+    def us_per(self, count: int) -> float:
+        return (self._now_s() - self._started) / count * 1e6
+
+
 def _memory_bytes(pid: int) -> int:
     with open(f"/proc/{pid}/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -51,13 +68,14 @@ async def streams(caller: Caller, given: dict[str, Any]) -> Measured:
     """The same work, set-up of the streams included, until the time is over."""
     handler, n, count = given["handler"], given["items"], given["streams"]
     items = 0
+    cpu = _Cpu(given)
     started = time.perf_counter()
     while (elapsed := time.perf_counter() - started) < given["seconds"]:
         reading = (caller.read(handler, n) for _ in range(count))
         counts = await asyncio.gather(*reading)
         _check(counts, [n] * count)
         items += n * count
-    return {"items_per_s": items / elapsed}
+    return {"items_per_s": items / elapsed, "cpu_us": cpu.us_per(items)}
 
 
 async def pace(caller: Caller, given: dict[str, Any]) -> Measured:
@@ -76,22 +94,16 @@ async def pace(caller: Caller, given: dict[str, Any]) -> Measured:
             count += 1
         _check(count, n)
 
-    pids = (os.getpid(), given["worker"])
-    before = [_cpu_s(pid) for pid in pids]
+    cpu = _Cpu(given)
     await asyncio.gather(*(read() for _ in range(given["streams"])))
-    used = [_cpu_s(pid) - was for pid, was in zip(pids, before, strict=True)]
-    items = n * given["streams"]
-    return {
-        "gap_p99_ms": _percentile(gaps, 0.99) * 1e3,
-        "cpu_us_per_item": sum(used) / items * 1e6,
-        "client_cpu_us": used[0] / items * 1e6,
-        "worker_cpu_us": used[1] / items * 1e6,
-    }
+    cpu_us = cpu.us_per(n * given["streams"])
+    return {"gap_p99_ms": _percentile(gaps, 0.99) * 1e3, "cpu_us": cpu_us}
 
 
 async def calls(caller: Caller, given: dict[str, Any]) -> Measured:
     """Small echo calls, each lane of concurrency busy with one after the other."""
     latencies: list[float] = []
+    cpu = _Cpu(given)
     started = time.perf_counter()
     end = started + given["seconds"]
 
@@ -108,6 +120,7 @@ async def calls(caller: Caller, given: dict[str, Any]) -> Measured:
         "calls_per_s": len(latencies) / (time.perf_counter() - started),
         "p50_ms": _percentile(latencies, 0.5) * 1e3,
         "p99_ms": _percentile(latencies, 0.99) * 1e3,
+        "cpu_us": cpu.us_per(len(latencies)),
     }
 
 
@@ -115,11 +128,13 @@ async def payloads(caller: Caller, given: dict[str, Any]) -> Measured:
     """A large text echoed, one after the other."""
     text = {"text": "x" * given["size_bytes"]}
     count = 0
+    cpu = _Cpu(given)
     started = time.perf_counter()
     while (elapsed := time.perf_counter() - started) < given["seconds"]:
         _check(await caller.call(text), text)
         count += 1
-    return {"mb_per_s": count * given["size_bytes"] / elapsed / 1e6}
+    rate = count * given["size_bytes"] / elapsed / 1e6
+    return {"mb_per_s": rate, "cpu_us": cpu.us_per(count)}
 
 
 async def _first_item_s(caller: Caller) -> float:
