@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from pathlib import Path
@@ -101,6 +102,8 @@ def measure(options: argparse.Namespace, cluster: Cluster) -> Results:
 
 def main(words: list[str]) -> int:
     options = parse(words)
+    # As for Ctrl-C: what was started is stopped on the way out.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     cluster = Cluster(options.loop)
     try:
         results = measure(options, cluster)

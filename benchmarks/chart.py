@@ -59,6 +59,7 @@ def draw(results: Results, caption: str, path: Path) -> bool:
     )
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("times better than the genuine wheel (line: equal)")
     axes.legend(fontsize=8)
     figure.text(0.01, 0.01, caption, fontsize=7)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import platform
 import sys
 from collections.abc import AsyncIterator, Coroutine
+from importlib import metadata
 from typing import Any
+
+DISTRIBUTIONS = {
+    "uvloop": "uvloop",
+    "msgspec": "msgspec",
+    "grpc": "grpcio",
+    "nats": "nats-py",
+    "dynamo._core": "ai-dynamo-runtime",
+}
 
 
 def run(main: Coroutine[Any, Any, None], loop_name: str) -> None:
@@ -34,10 +44,11 @@ def say(**words: Any) -> None:
 def say_ready(**words: Any) -> None:
     """Tell who is there and that the loads may begin."""
     versions = {"python": platform.python_version()}
-    for name in ("uvloop", "msgspec", "grpc", "nats"):
-        module = sys.modules.get(name)
-        if module is not None and hasattr(module, "__version__"):
-            versions[name] = module.__version__
+    for module, distribution in DISTRIBUTIONS.items():
+        if module in sys.modules:
+            # Ours may be imported from a tree that nobody installed.
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions[distribution] = metadata.version(distribution)
     say(pid=os.getpid(), versions=versions, **words)
 
 
