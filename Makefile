@@ -18,7 +18,7 @@ fix: setup      ## format, and apply the safe fixes of the linter
 .PHONY: constraints
 constraints: setup ## bring constraints.txt up to date
 	UV_PYTHON_DOWNLOADS=never .venv/bin/uv pip compile pyproject.toml \
-	  --universal --python-version 3.10 --all-extras --group dev --group fuzz --upgrade \
+	  --universal --python-version 3.10 --all-extras --group dev --group fuzz --group bench --upgrade \
 	  --no-header --no-annotate --quiet --output-file constraints.txt
 
 .PHONY: check integration faults interop conformance dist ci coverage fuzz changes soak
@@ -44,6 +44,11 @@ changes: setup  ## what CHANGELOG.md will say of the fragments in changes/
 	@$(steps) changes
 soak: setup     ## integration, faults and fuzz in their long forms (hours)
 	@$(steps) soak
+
+.PHONY: bench
+bench: setup    ## ours, the genuine wheel, grpc.aio, NATS (BENCH="--quick --only calls")
+	@.venv/bin/python -m pip install -qq --group bench --constraint constraints.txt
+	@.venv/bin/python -m benchmarks $(BENCH)
 
 .PHONY: changelog
 changelog: setup ## assemble changes/ into CHANGELOG.md, for a release

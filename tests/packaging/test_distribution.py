@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("src", "tests", "examples", "docs", "fuzz", "changes", ".ci")
+FOLDERS = ("src", "tests", "examples", "docs", "fuzz", "benchmarks", "changes", ".ci")
 NOT_OURS = {"__pycache__", "_build", "findings"}
 TOP_FILES = {
     "CHANGELOG.md",
