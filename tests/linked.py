@@ -75,14 +75,19 @@ class Link:
 
     @property
     def pooled(self) -> int:
-        """How many request connections the client has."""
+        """How many request connections the client has, or is making."""
         pools = self.caller._core.lane._pools._pools.values()
-        return sum(len(pool._connections) for pool in pools)
+        return sum(len(one._connections) + (one._opening is not None) for one in pools)
 
     async def cut_requests(self, *, reset: bool = True) -> None:
         """Cut the pooled request connections; the client has noticed on return."""
-        self.requests.break_all(reset=reset)
-        await until(lambda: not self.pooled)
+
+        def all_cut() -> bool:
+            # Again, for one may have been on its way.
+            self.requests.break_all(reset=reset)
+            return not self.pooled
+
+        await until(all_cut)
 
 
 async def closed(runtime: DistributedRuntime) -> None:
