@@ -298,14 +298,21 @@ def _after_fork() -> None:
     for connection in list(_connections):
         connection.let_go()
     for server in list(_servers):
-        for listener in server.sockets:
-            _let_go(listener)
+        let_go(server)
     _connections.clear()
     _servers.clear()
 
 
+def let_go(server: asyncio.Server) -> None:
+    """Give up the sockets of a server whose loop cannot close them any more."""
+    for listener in server.sockets:
+        _let_go(listener)
+
+
 def _let_go(sock: Any) -> None:
     """Close a socket under its owner, who keeps a number that is safe to close."""
+    if sock.fileno() < 0:
+        return  # uvloop closes the servers of a loop with it
     nothing = os.open(os.devnull, os.O_RDWR)
     try:
         os.dup2(nothing, sock.fileno(), inheritable=False)

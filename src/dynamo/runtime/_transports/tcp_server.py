@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from typing import ClassVar
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._transports.connection import Connection, Limit, listen
+from dynamo.runtime._transports.connection import Connection, Limit, let_go, listen
 from dynamo.runtime._wire.callhome import (
     INVALID_PATH_TEXT,
     RequestReader,
@@ -125,6 +126,12 @@ class RequestServer:
         for connection in list(self._connections):
             connection.close()
 
+    def abandon(self) -> None:
+        """Give the port free after the loop was closed, which cannot do it any more."""
+        if self._server is not None and os.name == "posix":
+            let_go(self._server)
+            self._server = None
+
     def track(self, connection: _RequestConnection) -> None:
         """Remember an open connection until it is closed."""
         self._connections.add(connection)
@@ -154,6 +161,7 @@ class SharedServers:
         Raises:
             CannotListen: the address cannot be bound.
         """
+        cls._forget_closed()
         key = (id(loop), host, port)
         server, users = cls._open.get(key, (None, 0))
         if server is None:
@@ -170,6 +178,14 @@ class SharedServers:
         except BaseException:
             cls.release(server)
             raise
+
+    @classmethod
+    def _forget_closed(cls) -> None:
+        """Programs may close a loop without a shutdown, and go on with another."""
+        for key, (server, _) in list(cls._open.items()):
+            if server.loop.is_closed():
+                del cls._open[key]
+                server.abandon()
 
     @classmethod
     def release(cls, server: RequestServer) -> None:
