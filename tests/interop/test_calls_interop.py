@@ -176,6 +176,16 @@ async def test_items_arrive_as_they_were_sent(pair: Pair, codec: str) -> None:
     assert told == VALUES
 
 
+async def test_keys_that_are_no_text_survive_the_round_trip(pair: Pair) -> None:
+    await pair.worker()
+    told = await pair.told(
+        "stream = await client.random(['echo', [{1: 2}]], annotated=False)",
+        "async for item in stream:",
+        "    tell(repr(item))",
+    )
+    assert told == ["{1: 2}"]
+
+
 async def test_the_fields_of_an_envelope_arrive(pair: Pair) -> None:
     await pair.worker()
     fields = {"data": {"x": 1}, "event": "news", "comment": ["a", "b"], "id": "7"}

@@ -1,4 +1,4 @@
-"""What README.md and docs/design/architecture.md say about the code is there."""
+"""What README.md, architecture.md and the table of faults say is there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "dynamo" / "runtime"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs/design/architecture.md").read_text(encoding="utf-8")
+FAULTS = (ROOT / "tests/faults/README.md").read_text(encoding="utf-8")
 
 
 def section(document: str, title: str) -> str:
@@ -74,3 +75,17 @@ def test_architecture_names_every_room_of_the_package():
     rooms -= {"py.typed", "_version.py"}
     table = section(ARCHITECTURE, "Layers")
     assert {room for room in rooms if f"`{room}" not in table} == set()
+
+
+def test_table_of_faults_names_tests_that_exist():
+    rows = re.findall(
+        r"^\| ([^-|][^|]*) \| ([^|]*) \| ([^|]*) \|", FAULTS, re.MULTILINE
+    )
+    rows = [row for row in rows if row[0] != "Row"]
+    assert len(rows) > 60
+    for name, _, tests in rows:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", tests)
+        assert named or tests.startswith("Cannot apply: "), f"{name} has no test"
+        for path, test in named:
+            text = (ROOT / "tests" / path).read_text(encoding="utf-8")
+            assert f"def {test}(" in text, f"{name} names {path}::{test}"
