@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dynamo.runtime._wire import duplex_frames as frames
+from dynamo.runtime._wire.faults import ErrorObject
+
 VECTORS = Path(__file__).resolve().parent.parent / "tests" / "vectors"
 # Large values make slow seeds and nothing new.
 MAX_SEED_BYTES = 8192
@@ -130,6 +133,39 @@ def _requests() -> Iterator[bytes]:
     yield from (bytes.fromhex(one["request_hex"]) for one in load("tcp_acks")["cases"])
 
 
+def _duplex_client_says() -> Iterator[bytes]:
+    """Streams of frames of our own making: no genuine peer speaks this lane."""
+    hello = frames.encode_frame(frames.HELLO, 0, frames.encode_hello(frames.Hello()))
+    yield hello
+    head = frames.RequestHead("id", "a/b/c", {"k": "v"}, flags=frames.STREAMED_INPUT)
+    request = frames.encode_request(head, b"\x81\xa1x\x01", MAX_SEED_BYTES)
+    asked = hello + frames.encode_frame(frames.REQUEST, 1, request)
+    yield asked
+    for kind in (frames.STOP, frames.KILL, frames.INPUT_END):
+        value = frames.encode_frame(frames.INPUT, 1, b"\x05")
+        yield asked + value + frames.encode_frame(kind, 1)
+    credit = frames.encode_number(65536)
+    yield asked + frames.encode_frame(frames.CREDIT, 1, credit)
+    yield asked + frames.encode_frame(frames.CREDIT, 0, credit)
+    yield hello + frames.encode_frame(frames.PING, 0, b"12345678")
+
+
+def _duplex_worker_says() -> Iterator[bytes]:
+    item = frames.encode_frame(frames.ITEM, 1, b"\x81\xa4data\x05")
+    error = ErrorObject("Unknown", "Internal", "runtime.internal", "m", "d")
+    refusal = frames.Refusal(frames.OVERLOADED, "full", 1000)
+    refused = frames.encode_handler_refusal("no", error)
+    yield from (item, item * 3)
+    for kind in (frames.QUEUED, frames.ACCEPT, frames.END, frames.RESET):
+        yield frames.encode_frame(kind, 2) + item
+    yield item + frames.encode_frame(frames.ITEM_END, 1, b"\x80")
+    yield item + frames.encode_frame(frames.ERROR, 1, frames.encode_error(error))
+    yield frames.encode_frame(frames.HANDLER_REFUSED, 1, refused)
+    yield frames.encode_frame(frames.REFUSED, 2, frames.encode_refusal(refusal))
+    yield frames.encode_frame(frames.CREDIT, 0, frames.encode_number(300)) + item
+    yield frames.encode_frame(frames.GOAWAY, 0, frames.encode_number(1))
+
+
 _FROM_WORKER, _FROM_CLIENT = "worker->client", "client->worker"
 
 # What stands in front, and what follows.
@@ -153,6 +189,8 @@ _KINDS: dict[str, tuple[bytes, Callable[[], Iterator[bytes]]]] = {
     "addresses": (b"", _addresses),
     "names": (b"", _names),
     "headers": (b"", _headers),
+    "duplex_client": (_CUTS, _duplex_worker_says),
+    "duplex_worker": (_CUTS, _duplex_client_says),
 }
 
 

@@ -14,7 +14,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dynamo.runtime._wire import callhome, faults, payload, propagation, records
+from dynamo.runtime._sealed import override
+from dynamo.runtime._wire import (
+    callhome,
+    duplex,
+    duplex_frames,
+    faults,
+    payload,
+    propagation,
+    records,
+)
 from dynamo.runtime._wire.framing import FrameReader
 from dynamo.runtime._wire.two_part import (
     TwoPart,
@@ -30,7 +39,7 @@ from dynamo.runtime.errors import (
 
 MAX_MESSAGE_BYTES = 4096
 # A request's fields are read before its size is known: two lengths of 16 bits each.
-MAX_HELD_BYTES = {
+MAX_HELD_BYTES: dict[type, int] = {
     callhome.RequestReader: 2 + 0xFFFF + 2 + 0xFFFF + 4,
     callhome.AckReader: 4 + 65536,
     TwoPartReader: MAX_MESSAGE_BYTES,
@@ -188,6 +197,74 @@ def two_part_reader(data: bytes) -> str:
         alone = TwoPartReader(MAX_MESSAGE_BYTES).feed(stream[:size])
         require(alone == [message], "another message alone", message, alone)
     return kinds(events)
+
+
+# -------------------------------------------------------------------- the duplex lane
+
+SMALL_CREDIT = duplex_frames.Hello(
+    stream_credit=64, connection_credit=256, max_message_bytes=MAX_MESSAGE_BYTES
+)
+
+
+def named(side: duplex.ClientSide | duplex.WorkerSide, events: list[Any]) -> list[Any]:
+    """The events with numbers for streams, so that those of two readers compare."""
+    for stream in side.waiting:
+        known = side.streams.get(stream.id) is stream or not stream.id
+        require(known, "something waits on a stream that is gone", stream.id)
+    require(len(side.streams) <= side.last_id, "more streams than ids", side.last_id)
+    return [(kind, stream and stream.id, said) for kind, stream, said in events]
+
+
+class Worker(duplex.WorkerSide):
+    """A worker's side behind the client's preface."""
+
+    def __init__(self) -> None:
+        super().__init__(SMALL_CREDIT)
+
+    @override
+    def feed(self, data: bytes) -> list[Any]:
+        return named(self, super().feed(data))
+
+
+class Client(duplex.ClientSide):
+    """A client's side that was greeted, and has made calls."""
+
+    def __init__(self) -> None:
+        super().__init__(SMALL_CREDIT)
+        super().feed(b"".join(duplex.WorkerSide(SMALL_CREDIT).out))
+        for number in range(3):
+            head = duplex_frames.RequestHead("id", "path", flags=number % 2)
+            self.open(duplex_frames.encode_request(head, b"x", MAX_MESSAGE_BYTES))
+
+    @override
+    def feed(self, data: bytes) -> list[Any]:
+        return named(self, super().feed(data))
+
+
+for _side in (Worker, Client):
+    MAX_HELD_BYTES[_side] = duplex_frames.HEADER_BYTES + duplex_frames.CHUNK_BYTES
+
+
+@target(
+    "duplex_worker",
+    "duplex_frames.decode_hello",
+    "duplex_frames.decode_number",
+    "duplex_frames.decode_request",
+)
+def duplex_worker_side(data: bytes) -> str:
+    """What a client says."""
+    return " ".join(f"{kind:x}" for kind, *_ in read_stream(Worker, data)[:6])
+
+
+@target(
+    "duplex_client",
+    "duplex_frames.decode_error",
+    "duplex_frames.decode_handler_refusal",
+    "duplex_frames.decode_refusal",
+)
+def duplex_client_side(data: bytes) -> str:
+    """What a worker says to a client with three calls."""
+    return " ".join(f"{kind:x}" for kind, *_ in read_stream(Client, data)[:6])
 
 
 # ----------------------------------------------------------- state machines of frames

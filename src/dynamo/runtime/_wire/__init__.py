@@ -10,6 +10,9 @@ A map, from a socket inwards:
     the genuine lane.  The client sends a request frame to the worker's port and reads
     one ack per request, in order; the worker dials the client's response port and
     sends a handshake, a prologue, items, a final mark and a sentinel.
+``duplex_frames``, ``duplex``
+    our own lane, docs/design/duplex.md: types and payloads of frames, and the state
+    machine of each side, with credit.
 ``payload``
     the body of requests and items in MessagePack or JSON, and the annotated envelope.
 ``faults``

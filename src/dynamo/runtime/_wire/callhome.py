@@ -14,7 +14,12 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._wire.faults import ErrorObject, is_of_known_form, settled
+from dynamo.runtime._wire.faults import (
+    ErrorObject,
+    error_of_unreadable,
+    is_of_known_form,
+    settled,
+)
 from dynamo.runtime._wire.framing import FrameReader
 from dynamo.runtime._wire.payload import UNREADABLE, AnnotatedItem, decode_value
 from dynamo.runtime._wire.two_part import (
@@ -687,9 +692,7 @@ def _error_of_item(item: AnnotatedItem) -> ErrorReceived:
 
 
 def _internal_error(text: str) -> ErrorReceived:
-    return ErrorReceived(
-        ErrorObject("Unknown", "Internal", "runtime.unclassified", text, text)
-    )
+    return ErrorReceived(error_of_unreadable(text))
 
 
 # ------------------------------------------------------------------ the worker's side

@@ -262,6 +262,11 @@ def error_of_unsendable(text: str, codec: str = "msgpack") -> ErrorObject:
     )
 
 
+def error_of_unreadable(text: str) -> ErrorObject:
+    """What a caller's stream ends with when an item cannot be read."""
+    return ErrorObject("Unknown", "Internal", "runtime.unclassified", text, text)
+
+
 def error_of_envelope(error: object, comment: Sequence[str] | None) -> ErrorObject:
     """What a handler spelled out in an envelope with the event ``error``."""
     spelled = error if isinstance(error, Mapping) else {}

@@ -1,0 +1,741 @@
+"""The duplex lane: many calls on one connection, both ways, with credit.
+
+Owns the state machine of each side; docs/design/duplex.md describes them.  A side is fed
+what arrived and returns events; what it has to say lies in `out`, for its owner to send.
+Knows no socket, no time, and not what a value means.
+
+The life of a stream, at the client (C) and at the worker (W)::
+
+    C  NEW --first frame out--> SENT --QUEUED--> WAITING --ACCEPT, item--> STARTED
+       any but NEW --a final frame, KILL of ours--> gone from the table
+    W  OPENING --REQUEST whole--> OPEN --a final frame of ours, KILL--> gone
+
+Frames of a stream that is gone are counted for credit and ignored.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+from dynamo.runtime._sealed import override
+from dynamo.runtime._wire.duplex_frames import (
+    ACCEPT,
+    CHUNK_BYTES,
+    CREDIT,
+    END,
+    ERROR,
+    FIRST_TO_IGNORE,
+    GOAWAY,
+    HANDLER_REFUSED,
+    HEADER_BYTES,
+    HELLO,
+    INPUT,
+    INPUT_END,
+    ITEM,
+    ITEM_END,
+    KILL,
+    MAX_CREDIT,
+    PART,
+    PING,
+    PONG,
+    PREFACE,
+    QUEUED,
+    REFUSED,
+    REQUEST,
+    RESET,
+    STOP,
+    TOO_LARGE,
+    UNAVAILABLE,
+    Hello,
+    Refusal,
+    decode_error,
+    decode_handler_refusal,
+    decode_hello,
+    decode_number,
+    decode_refusal,
+    decode_request,
+    encode_frame,
+    encode_hello,
+    encode_number,
+    encode_refusal,
+    pack_header,
+    unpack_header,
+)
+from dynamo.runtime._wire.framing import FrameReader
+from dynamo.runtime.errors import RemoteProtocolError
+
+# No stream is opened beyond this id: what waits for credit still needs some.
+LAST_ID_TO_OPEN = 2**31
+# Not frames, only events.
+STARTED, WRITABLE = 0x100, 0x101
+
+_FINAL_MESSAGES = frozenset((ITEM_END, ERROR, HANDLER_REFUSED))
+_MAX_PING_BYTES = 8
+
+# States of a stream: of the client's side, then of the worker's.
+_NEW, _SENT, _WAITING, _STARTED, _OPENING, _OPEN = range(6)
+
+
+class Stream:
+    """One call on a connection, as one side sees it.  Only `owner` is for others to set.
+
+    Attributes:
+        id: 0 until the first frame of it went out.
+        owner: Whatever the owner of the connection keeps with it.
+        queue: What waits for credit, in order, as type and payload.
+        withheld: Credit is not given back: its reader is behind.
+        credit: Bytes that may be sent.
+        room: Bytes that the peer may still send.
+        parts: What is there of a message that comes in parts.
+        last_header: The very object that stands in front of the latest message.
+    """
+
+    __slots__ = (
+        "credit",
+        "id",
+        "input_open",
+        "last_header",
+        "owner",
+        "parts",
+        "parts_bytes",
+        "queue",
+        "room",
+        "state",
+        "withheld",
+    )
+
+    def __init__(self, credit: int, room: int, state: int) -> None:
+        self.id = 0
+        self.owner: Any = None
+        # A deque while something waits: an empty one takes 600 bytes.
+        self.queue: Any = ()
+        self.withheld = False
+        self.state = state
+        self.credit = credit
+        self.room = room
+        self.parts: list[bytes] | None = None
+        self.parts_bytes = 0
+        self.input_open = False
+        self.last_header: bytes | None = None
+
+
+Event: TypeAlias = "tuple[int, Stream | None, Any]"
+"""A type of frame (or STARTED, WRITABLE), its stream, and what it carries."""
+
+
+class _Side(FrameReader[Event]):
+    """What both sides have in common: cutting, credit, messages in parts.
+
+    Args:
+        ours: What this side says in its HELLO.
+    """
+
+    # Messages of this type, on a stream in the state STARTED, are plain events.
+    _plain = 0
+
+    def __init__(self, ours: Hello) -> None:
+        super().__init__()
+        self.out: list[bytes] = [PREFACE, encode_frame(HELLO, 0, encode_hello(ours))]
+        self.peer: Hello | None = None
+        self.streams: dict[int, Stream] = {}
+        self.last_id = 0
+        self.waiting: dict[Stream, None] = {}
+        """The streams with a queue."""
+        self._ours = ours
+        self._credit = 0
+        self._room = ours.connection_credit
+        self._on_control: dict[int, Callable[[int, bytes, list[Event]], None]] = {
+            HELLO: self._on_hello,
+            PING: self._on_ping,
+            PONG: self._on_pong,
+            CREDIT: self._on_credit,
+        }
+
+    # Sending
+
+    def send(self, stream: Stream, kind: int, body: bytes) -> None:
+        """Send a message now, or when there is credit."""
+        size = len(body)
+        if (
+            stream.queue
+            or stream.credit <= 0
+            or self._credit <= 0
+            or size > CHUNK_BYTES
+            or not stream.id
+        ):
+            self._send_later(stream, kind, body)
+            return
+        cost = HEADER_BYTES + size
+        stream.credit -= cost
+        self._credit -= cost
+        header = stream.last_header = pack_header(size, kind, stream.id)
+        self.out += (header, body)
+
+    def _send_later(self, stream: Stream, kind: int, body: bytes) -> None:
+        if not stream.queue:
+            stream.queue = deque()
+            self.waiting[stream] = None
+        # Without a copy for each part.
+        view: Any = memoryview(body) if len(body) > CHUNK_BYTES else body
+        stream.queue.append((kind, view))
+        self._drain(stream)
+
+    def _drain(self, stream: Stream) -> None:
+        """Send what waits as far as the credit goes."""
+        while stream.queue and self._may_send(stream):
+            self._send_next(stream)
+
+    def _may_send(self, stream: Stream) -> bool:
+        queue = stream.queue
+        return (stream.credit > 0 and self._credit > 0) or queue[0][0] > HELLO
+
+    def _send_next(self, stream: Stream) -> None:
+        """Send one frame of what waits."""
+        queue = stream.queue
+        kind, body = queue[0]
+        if not stream.id:
+            self._announce(stream)
+        if len(body) > CHUNK_BYTES:
+            queue[0] = (kind, body[CHUNK_BYTES:])
+            kind, body = PART, body[:CHUNK_BYTES]
+        else:
+            queue.popleft()
+        if kind < HELLO:
+            cost = HEADER_BYTES + len(body)
+            stream.credit -= cost
+            self._credit -= cost
+        self.out += (pack_header(len(body), kind, stream.id), body)
+        if not queue:
+            self._unqueue(stream)
+        self._sent(stream, kind)
+
+    def _announce(self, stream: Stream) -> None:
+        """Give a client's stream its id: not before, for ids must come in order."""
+
+    def _sent(self, stream: Stream, kind: int) -> None:
+        """A frame that had waited went out."""
+
+    def _unqueue(self, stream: Stream) -> None:
+        stream.queue = ()
+        self.waiting.pop(stream, None)
+
+    def _forget(self, stream: Stream) -> None:
+        """The stream is over: what waits is not sent."""
+        self._unqueue(stream)
+        self.streams.pop(stream.id, None)
+
+    # Receiving
+
+    def withhold(self, stream: Stream) -> None:
+        """Give no credit back: the reader is behind."""
+        stream.withheld = True
+
+    def release(self, stream: Stream) -> None:
+        """Give credit back again."""
+        stream.withheld = False
+        if 2 * stream.room <= self._ours.stream_credit and stream.id in self.streams:
+            self._give_back(stream)
+
+    def _room_is_low(self, stream: Stream, cost: int) -> None:
+        if not stream.withheld:
+            self._give_back(stream)
+        elif stream.room + cost <= 0:
+            raise RemoteProtocolError(f"a message beyond the credit of {stream.id}")
+
+    def _give_back(self, stream: Stream) -> None:
+        full = self._ours.stream_credit
+        amount = encode_number(full - stream.room)
+        stream.room = full
+        self.out.append(encode_frame(CREDIT, stream.id, amount))
+
+    @override
+    def _cut(self, data: bytes, events: list[Event]) -> tuple[int, int]:
+        self._refuse_if_broken()
+        at = self._cut_preface(data)
+        if at is None:
+            return 0, len(PREFACE)
+        size = len(data)
+        while size - at >= HEADER_BYTES:
+            length, kind, number = unpack_header(data, at)
+            if length > CHUNK_BYTES:
+                raise RemoteProtocolError(
+                    f"a frame of {length} bytes is over the limit of {CHUNK_BYTES}"
+                )
+            start = at + HEADER_BYTES
+            end = start + length
+            if end > size:
+                return at, HEADER_BYTES + length
+            at = end
+            if kind >= HELLO:
+                self._control(kind, number, data[start:end], events)
+                continue
+            # Inline for speed: this is the path of every item.
+            cost = HEADER_BYTES + length
+            self._room -= cost
+            if 2 * self._room <= self._ours.connection_credit:
+                self._give_all_back()
+            stream = self.streams.get(number) or self._unknown(number, kind)
+            if stream is None:
+                continue
+            stream.room -= cost
+            if 2 * stream.room <= self._ours.stream_credit:
+                self._room_is_low(stream, cost)
+            if kind == self._plain and stream.state == _STARTED and not stream.parts:
+                events.append((kind, stream, data[start:end]))
+            elif kind == PART:
+                self._add_part(stream, data[start:end])
+            else:
+                body = self._whole(stream, data[start:end])
+                self._message(kind, stream, body, events)
+        return at, HEADER_BYTES
+
+    def _cut_preface(self, data: bytes) -> int | None:
+        """Where the frames begin; None if that is not known yet."""
+        return 0
+
+    def _give_all_back(self) -> None:
+        full = self._ours.connection_credit
+        self.out.append(encode_frame(CREDIT, 0, encode_number(full - self._room)))
+        self._room = full
+
+    def _unknown(self, number: int, kind: int) -> Stream | None:
+        """The stream that a message opens; None if it belongs to one that is gone."""
+        self._check_gone(number)
+        return None
+
+    def _check_gone(self, number: int) -> None:
+        if not 0 < number <= self.last_id:
+            raise RemoteProtocolError(f"a frame of stream {number}, which is not open")
+
+    def _add_part(self, stream: Stream, part: bytes) -> None:
+        if len(part) != CHUNK_BYTES:
+            raise RemoteProtocolError(f"a PART of {len(part)} bytes")
+        if stream.parts is None:
+            stream.parts = []
+        stream.parts.append(part)
+        stream.parts_bytes += len(part)
+
+    def _whole(self, stream: Stream, last: bytes) -> bytes:
+        parts = stream.parts
+        if parts is None:
+            return last
+        parts.append(last)
+        stream.parts = None
+        stream.parts_bytes = 0
+        return b"".join(parts)
+
+    @abstractmethod
+    def _message(
+        self, kind: int, stream: Stream, body: bytes, events: list[Event]
+    ) -> None:
+        """A whole message of an open stream."""
+
+    def _control(
+        self, kind: int, number: int, payload: bytes, events: list[Event]
+    ) -> None:
+        if self.peer is None and kind != HELLO:
+            raise RemoteProtocolError(f"a frame of type {kind:#04x} before HELLO")
+        handle = self._on_control.get(kind)
+        if handle is not None:
+            handle(number, payload, events)
+        elif kind < FIRST_TO_IGNORE:
+            raise RemoteProtocolError(f"a frame of type {kind:#04x} is not expected")
+
+    def _on_hello(self, number: int, payload: bytes, events: list[Event]) -> None:
+        if self.peer is not None or number != 0:
+            raise RemoteProtocolError("HELLO in a wrong place")
+        peer = decode_hello(payload)
+        version = min(peer.highest, self._ours.highest)
+        if version < max(peer.lowest, self._ours.lowest):
+            raise RemoteProtocolError(
+                f"no common version: the peer speaks {peer.lowest} to {peer.highest}, "
+                f"we {self._ours.lowest} to {self._ours.highest}"
+            )
+        self.peer = peer
+        self._credit = peer.connection_credit
+        events.append((HELLO, None, peer))
+
+    def _on_ping(self, number: int, payload: bytes, events: list[Event]) -> None:
+        if number != 0 or len(payload) > _MAX_PING_BYTES:
+            raise RemoteProtocolError("a PING with a stream or too much in it")
+        self.out.append(encode_frame(PONG, 0, payload))
+
+    def _on_pong(self, number: int, payload: bytes, events: list[Event]) -> None:
+        """That something arrived is all there is to it."""
+
+    def _on_credit(self, number: int, payload: bytes, events: list[Event]) -> None:
+        amount = decode_number(payload, "CREDIT")
+        if number == 0:
+            self._credit = _more(self._credit, amount)
+            self._drain_all(events)
+            return
+        stream = self.streams.get(number)
+        if stream is None:
+            self._check_gone(number)
+            return
+        stream.credit = _more(stream.credit, amount)
+        if stream.queue:
+            self._drain(stream)
+            self._tell_if_drained(stream, events)
+
+    def _drain_all(self, events: list[Event]) -> None:
+        """One frame per stream in turn, as far as the connection's credit goes."""
+        ready: Iterable[Stream] = list(self.waiting)
+        while ready:
+            ready = [stream for stream in ready if self._step(stream, events)]
+
+    def _step(self, stream: Stream, events: list[Event]) -> bool:
+        """Send one frame; whether another may follow."""
+        if not self._may_send(stream):
+            return False
+        self._send_next(stream)
+        self._tell_if_drained(stream, events)
+        return bool(stream.queue)
+
+    def _tell_if_drained(self, stream: Stream, events: list[Event]) -> None:
+        if not stream.queue:
+            events.append((WRITABLE, stream, None))
+
+    def ping(self) -> None:
+        """Ask for a sign of life."""
+        self.out.append(encode_frame(PING, 0))
+
+    def _open_stream(self, number: int, payload: bytes, what: str) -> Stream | None:
+        """The stream of a frame without payload; None if it is gone."""
+        if payload:
+            raise RemoteProtocolError(f"{what} with a payload")
+        stream = self.streams.get(number)
+        if stream is None:
+            self._check_gone(number)
+        return stream
+
+
+def _more(credit: int, amount: int) -> int:
+    credit += amount
+    if credit > MAX_CREDIT:
+        raise RemoteProtocolError(f"a credit of {credit} bytes")
+    return credit
+
+
+# ----------------------------------------------------------------- the client's side
+
+
+class ClientSide(_Side):
+    """The client's side of a connection.
+
+    Events: HELLO; QUEUED, STARTED, ITEM (the payload), ERROR (an `ErrorObject`),
+    HANDLER_REFUSED (a `HandlerRefusal`), REFUSED (a `Refusal`), END, RESET; WRITABLE when
+    a queue has drained.  ERROR, HANDLER_REFUSED, REFUSED, END and RESET are the last of
+    their stream; STARTED comes once before items, ERROR and END.
+    """
+
+    _plain = ITEM
+
+    def __init__(self, ours: Hello) -> None:
+        super().__init__(ours)
+        self.going_away = False
+        self._greeted = False
+        self._on_control |= {
+            GOAWAY: self._on_goaway,
+            QUEUED: self._on_queued,
+            ACCEPT: self._on_accept,
+            END: self._on_end,
+            RESET: self._on_reset,
+            REFUSED: self._on_refused,
+        }
+
+    @property
+    def usable(self) -> bool:
+        """Whether new calls may be made."""
+        ready = self.peer is not None and not self.going_away
+        return ready and self.last_id < LAST_ID_TO_OPEN
+
+    def open(self, payload: bytes) -> Stream:
+        """Begin a call with what `encode_request` made."""
+        assert self.peer is not None
+        stream = Stream(self.peer.stream_credit, self._ours.stream_credit, _NEW)
+        if self._credit > 0:
+            self._announce(stream)
+        self.send(stream, REQUEST, payload)
+        return stream
+
+    @override
+    def _announce(self, stream: Stream) -> None:
+        self.last_id += 1
+        stream.id = self.last_id
+        stream.state = _SENT
+        self.streams[stream.id] = stream
+
+    def end_input(self, stream: Stream) -> None:
+        """No more input; behind what waits."""
+        if stream.queue:
+            stream.queue.append((INPUT_END, b""))
+        elif stream.id in self.streams:
+            self.out.append(pack_header(0, INPUT_END, stream.id))
+
+    def stop(self, stream: Stream) -> bool:
+        """Ask for the end; False if the worker never hears of the call at all."""
+        self._unqueue(stream)
+        if stream.id in self.streams:
+            self.out.append(pack_header(0, STOP, stream.id))
+        return stream.id != 0
+
+    def kill(self, stream: Stream) -> None:
+        """End the stream here and now."""
+        if stream.id in self.streams:
+            self.out.append(pack_header(0, KILL, stream.id))
+        self._forget(stream)
+
+    def never_left(self) -> set[Stream]:
+        """When the connection is lost: the streams whose request is not out as a whole.
+
+        What is left in `out` was never handed to the socket.
+        """
+        left = {one for one in self.waiting if one.queue and one.queue[0][0] == REQUEST}
+        out = b"".join(self.out)
+        at = len(PREFACE) if out.startswith(PREFACE) else 0
+        while at < len(out):
+            length, kind, number = unpack_header(out, at)
+            at += HEADER_BYTES + length
+            if kind == REQUEST and number in self.streams:
+                left.add(self.streams[number])
+        return left
+
+    @override
+    def _cut_preface(self, data: bytes) -> int | None:
+        if self._greeted:
+            return 0
+        if not PREFACE.startswith(data[: len(PREFACE)]):
+            raise RemoteProtocolError("the worker does not answer the preface")
+        if len(data) < len(PREFACE):
+            return None
+        self._greeted = True
+        return len(PREFACE)
+
+    @override
+    def _message(
+        self, kind: int, stream: Stream, body: bytes, events: list[Event]
+    ) -> None:
+        if kind == HANDLER_REFUSED:
+            self._not_started(stream, "HANDLER_REFUSED")
+            self._last(kind, stream, decode_handler_refusal(body), events)
+            return
+        if kind not in (ITEM, ITEM_END, ERROR):
+            raise RemoteProtocolError(f"a message of type {kind:#04x} from a worker")
+        self._start(stream, events)
+        if kind == ERROR:
+            self._last(kind, stream, decode_error(body), events)
+            return
+        events.append((ITEM, stream, body))
+        if kind == ITEM_END:
+            self._last(END, stream, None, events)
+
+    def _start(self, stream: Stream, events: list[Event]) -> None:
+        if stream.state != _STARTED:
+            stream.state = _STARTED
+            events.append((STARTED, stream, None))
+
+    def _not_started(self, stream: Stream, what: str) -> None:
+        if stream.state == _STARTED:
+            raise RemoteProtocolError(f"{what} for a call whose handler runs")
+
+    def _last(
+        self, kind: int, stream: Stream, payload: object, events: list[Event]
+    ) -> None:
+        self._forget(stream)
+        events.append((kind, stream, payload))
+
+    def _on_queued(self, number: int, payload: bytes, events: list[Event]) -> None:
+        stream = self._open_stream(number, payload, "QUEUED")
+        if stream is None:
+            return
+        if stream.state != _SENT:
+            raise RemoteProtocolError("QUEUED for a call that was acknowledged")
+        stream.state = _WAITING
+        events.append((QUEUED, stream, None))
+
+    def _on_accept(self, number: int, payload: bytes, events: list[Event]) -> None:
+        stream = self._open_stream(number, payload, "ACCEPT")
+        if stream is not None:
+            self._not_started(stream, "ACCEPT")
+            self._start(stream, events)
+
+    def _on_end(self, number: int, payload: bytes, events: list[Event]) -> None:
+        stream = self._open_stream(number, payload, "END")
+        if stream is not None:
+            self._start(stream, events)
+            self._last(END, stream, None, events)
+
+    def _on_reset(self, number: int, payload: bytes, events: list[Event]) -> None:
+        stream = self._open_stream(number, payload, "RESET")
+        if stream is not None:
+            self._last(RESET, stream, None, events)
+
+    def _on_refused(self, number: int, payload: bytes, events: list[Event]) -> None:
+        refusal = decode_refusal(payload)
+        stream = self._open_stream(number, b"", "REFUSED")
+        if stream is not None:
+            self._not_started(stream, "REFUSED")
+            self._last(REFUSED, stream, refusal, events)
+
+    def _on_goaway(self, number: int, payload: bytes, events: list[Event]) -> None:
+        last = decode_number(payload, "GOAWAY")
+        if number != 0:
+            raise RemoteProtocolError("GOAWAY with a stream")
+        self.going_away = True
+        unsent = [stream for stream in self.waiting if not stream.id]
+        above = [stream for stream in self.streams.values() if stream.id > last]
+        for stream in above + unsent:
+            refusal = Refusal(UNAVAILABLE, "")
+            self._last(REFUSED, stream, refusal, events)
+
+
+# ----------------------------------------------------------------- the worker's side
+
+
+class WorkerSide(_Side):
+    """The worker's side of a connection, behind the client's preface.
+
+    Events: HELLO; REQUEST (head and value, as `decode_request` returns them), INPUT (the
+    payload), INPUT_END, STOP, KILL; WRITABLE when a queue has drained.  After KILL the
+    stream is gone; after STOP it is open until it is ended here.
+    """
+
+    def __init__(self, ours: Hello) -> None:
+        super().__init__(ours)
+        self._going_away = False
+        self._on_control |= {
+            INPUT_END: self._on_input_end,
+            STOP: self._on_stop,
+            KILL: self._on_kill,
+        }
+
+    # Answering
+
+    def queued(self, stream: Stream) -> None:
+        """The request waits for its turn."""
+        self.out.append(pack_header(0, QUEUED, stream.id))
+
+    def accept(self, stream: Stream) -> None:
+        """The handler runs, and has nothing to say yet."""
+        self.out.append(pack_header(0, ACCEPT, stream.id))
+
+    def finish(self, stream: Stream) -> None:
+        """The stream is complete.  The mark rides on the last item if that is still here."""
+        if stream.queue:
+            # Only items wait here, the last of them perhaps in part.
+            stream.queue[-1] = (ITEM_END, stream.queue[-1][1])
+            return
+        out = self.out
+        # The header and not the body: short bodies may be one and the same object.
+        if len(out) > 1 and out[-2] is stream.last_header:
+            out[-2] = pack_header(len(out[-1]), ITEM_END, stream.id)
+        else:
+            out.append(pack_header(0, END, stream.id))
+        self._forget(stream)
+
+    def end_with(self, stream: Stream, kind: int, payload: bytes) -> None:
+        """End with ERROR or HANDLER_REFUSED."""
+        self.send(stream, kind, payload)
+        if not stream.queue:
+            self._forget(stream)
+
+    def refuse(self, stream: Stream, refusal: Refusal) -> None:
+        """Never started.  Ends the stream."""
+        self.out.append(encode_frame(REFUSED, stream.id, encode_refusal(refusal)))
+        self._forget(stream)
+
+    def reset(self, stream: Stream) -> None:
+        """End a stream that is not complete."""
+        if stream.id in self.streams:
+            self.out.append(pack_header(0, RESET, stream.id))
+            self._forget(stream)
+
+    def go_away(self) -> None:
+        """Take no new streams from now on."""
+        if not self._going_away:
+            self._going_away = True
+            self.out.append(encode_frame(GOAWAY, 0, encode_number(self.last_id)))
+
+    @override
+    def _sent(self, stream: Stream, kind: int) -> None:
+        if kind in _FINAL_MESSAGES:
+            self._forget(stream)
+
+    # Receiving
+
+    @override
+    def _unknown(self, number: int, kind: int) -> Stream | None:
+        if number <= self.last_id or kind not in (PART, REQUEST):
+            return super()._unknown(number, kind)
+        self.last_id = number
+        if self._going_away:
+            return None
+        if self.peer is None:
+            raise RemoteProtocolError("a message before HELLO")
+        credit = self.peer.stream_credit
+        stream = Stream(credit, self._ours.stream_credit, _OPENING)
+        stream.id = number
+        self.streams[number] = stream
+        return stream
+
+    @override
+    def _add_part(self, stream: Stream, part: bytes) -> None:
+        super()._add_part(stream, part)
+        if stream.state == _OPENING:
+            self._is_too_large(stream, stream.parts_bytes)
+
+    def _is_too_large(self, stream: Stream, size: int) -> bool:
+        limit = self._ours.max_message_bytes
+        if not limit or size <= limit:
+            return False
+        text = f"message too large: at least {size} bytes (max: {limit} bytes)"
+        self.refuse(stream, Refusal(TOO_LARGE, text))
+        return True
+
+    @override
+    def _message(
+        self, kind: int, stream: Stream, body: bytes, events: list[Event]
+    ) -> None:
+        if kind == REQUEST and stream.state == _OPENING:
+            if self._is_too_large(stream, len(body)):
+                return
+            request = decode_request(body)
+            stream.state = _OPEN
+            stream.input_open = request[0].streamed
+            events.append((REQUEST, stream, request))
+        elif kind == INPUT and stream.input_open:
+            events.append((INPUT, stream, body))
+        else:
+            raise RemoteProtocolError(
+                f"a message of type {kind:#04x} out of place, on stream {stream.id}"
+            )
+
+    def _on_input_end(self, number: int, payload: bytes, events: list[Event]) -> None:
+        stream = self._open_stream(number, payload, "INPUT_END")
+        if stream is None:
+            return
+        if not stream.input_open:
+            raise RemoteProtocolError("INPUT_END for a call without open input")
+        stream.input_open = False
+        events.append((INPUT_END, stream, None))
+
+    def _on_stop(self, number: int, payload: bytes, events: list[Event]) -> None:
+        stream = self._open_stream(number, payload, "STOP")
+        if stream is None:
+            return
+        if stream.state == _OPENING:
+            self.reset(stream)
+        else:
+            events.append((STOP, stream, None))
+
+    def _on_kill(self, number: int, payload: bytes, events: list[Event]) -> None:
+        stream = self._open_stream(number, payload, "KILL")
+        if stream is None:
+            return
+        self._forget(stream)
+        if stream.state == _OPEN:
+            events.append((KILL, stream, None))

@@ -1,0 +1,226 @@
+"""The frames of the duplex lane: their types and payloads.
+
+docs/design/duplex.md describes them byte by byte.  Knows no order among them: that is
+`duplex`, the state machines.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dynamo.runtime._wire.callhome import MAX_CONTROL_BYTES
+
+# At run time too: msgspec reads the annotations.
+from dynamo.runtime._wire.faults import ErrorObject
+from dynamo.runtime._wire.payload import UNREADABLE
+from dynamo.runtime.errors import MessageTooLarge, RemoteProtocolError
+
+PREFACE = b"\xff\xff\xf5dyn\xf51"
+VERSION = 1
+CHUNK_BYTES = 64 * 1024
+STREAM_CREDIT = 256 * 1024
+CONNECTION_CREDIT = 16 * 1024 * 1024
+MAX_CREDIT = 2**31
+
+# Types of frames; those below HELLO are messages.
+PART, REQUEST, INPUT, ITEM, ITEM_END, ERROR, HANDLER_REFUSED = range(1, 8)
+HELLO, PING, PONG, CREDIT, GOAWAY = range(0x10, 0x15)
+INPUT_END, STOP, KILL = range(0x20, 0x23)
+QUEUED, ACCEPT, END, RESET, REFUSED = range(0x28, 0x2D)
+FIRST_TO_IGNORE = 0x80
+
+# Codes of REFUSED.
+OVERLOADED, UNAVAILABLE, TOO_LARGE = 1, 2, 3
+STREAMED_INPUT = 1
+
+_HEADER = struct.Struct(">IBI")
+HEADER_BYTES = _HEADER.size
+pack_header = _HEADER.pack
+unpack_header = _HEADER.unpack_from
+_U32 = struct.Struct(">I")
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True):
+    """What a side speaks and takes; also its own settings."""
+
+    lowest: int = VERSION
+    highest: int = VERSION
+    stream_credit: int = STREAM_CREDIT
+    connection_credit: int = CONNECTION_CREDIT
+    max_message_bytes: int = 0
+
+
+class RequestHead(msgspec.Struct, array_like=True):
+    """What a request says about itself, in front of its value."""
+
+    id: str
+    path: str
+    metadata: dict[str, str] | None = None
+    trace: tuple[str | None, str | None, str | None] | None = None
+    remaining_ms: int | None = None
+    codec: str = "msgpack"
+    flags: int = 0
+
+    @property
+    def streamed(self) -> bool:
+        return bool(self.flags & STREAMED_INPUT)
+
+
+class Refusal(msgspec.Struct, array_like=True):
+    """Why a request was never started."""
+
+    code: int
+    text: str
+    retry_after_ms: int | None = None
+
+
+class HandlerRefusal(msgspec.Struct, array_like=True):
+    """Why a handler could not be called."""
+
+    text: str
+    error: ErrorObject | None = None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_hello_in = msgspec.msgpack.Decoder(Hello).decode
+_head_in = msgspec.msgpack.Decoder(RequestHead).decode
+_refusal_in = msgspec.msgpack.Decoder(Refusal).decode
+_handler_refusal_in = msgspec.msgpack.Decoder(HandlerRefusal).decode
+_error_in = msgspec.msgpack.Decoder(ErrorObject).decode
+
+
+def _read(decode: Callable[[bytes], Any], payload: bytes, what: str) -> Any:
+    try:
+        return decode(payload)
+    except UNREADABLE as error:
+        raise RemoteProtocolError(f"unreadable {what}: {error}") from error
+
+
+def decode_hello(payload: bytes) -> Hello:
+    """The payload of HELLO.
+
+    Raises:
+        RemoteProtocolError: it is none, or its credit is not usable.
+    """
+    hello: Hello = _read(_hello_in, payload, "HELLO")
+    for credit in (hello.stream_credit, hello.connection_credit):
+        if not 0 < credit <= MAX_CREDIT:
+            raise RemoteProtocolError(f"HELLO with a credit of {credit} bytes")
+    return hello
+
+
+def encode_request(head: RequestHead, value: bytes, max_message_bytes: int) -> bytes:
+    """The payload of REQUEST.
+
+    Raises:
+        MessageTooLarge: the head, or all of it, is over its limit.
+    """
+    raw_head = _encode(head)
+    if len(raw_head) > MAX_CONTROL_BYTES:
+        raise MessageTooLarge(
+            f"Generic error: request control message too large: {len(raw_head)} bytes "
+            f"exceeds limit {MAX_CONTROL_BYTES} (shorten the id or the metadata of the "
+            "context)"
+        )
+    payload = b"".join((_U32.pack(len(raw_head)), raw_head, value))
+    if len(payload) > max_message_bytes:
+        raise MessageTooLarge(
+            "InvalidRequest: Request payload is too large for this deployment. Reduce "
+            f"the input size or metadata size and retry. ({len(payload)} bytes, limit "
+            f"{max_message_bytes}: DYN_TCP_MAX_MESSAGE_SIZE)"
+        )
+    return payload
+
+
+def decode_request(payload: bytes) -> tuple[RequestHead, bytes]:
+    """Head and value of a request.
+
+    Raises:
+        RemoteProtocolError: the head is unreadable, too long, or has unknown flags.
+    """
+    if len(payload) < 4:
+        raise RemoteProtocolError(f"a request of {len(payload)} bytes")
+    end = 4 + _U32.unpack_from(payload)[0]
+    if end > len(payload) or end > 4 + MAX_CONTROL_BYTES:
+        raise RemoteProtocolError(
+            f"a request of {len(payload)} bytes with a head of {end - 4}"
+        )
+    head: RequestHead = _read(_head_in, payload[4:end], "head of a request")
+    if head.flags & ~STREAMED_INPUT:
+        raise RemoteProtocolError(f"a request with unknown flags {head.flags:#x}")
+    return head, payload[end:]
+
+
+def encode_hello(hello: Hello) -> bytes:
+    """The payload of HELLO."""
+    return _encode(hello)
+
+
+def encode_refusal(refusal: Refusal) -> bytes:
+    """The payload of REFUSED."""
+    return _encode(refusal)
+
+
+def encode_error(error: ErrorObject) -> bytes:
+    """The payload of ERROR."""
+    return _encode(error)
+
+
+def decode_error(payload: bytes) -> ErrorObject:
+    """The payload of ERROR.
+
+    Raises:
+        RemoteProtocolError: it is no error object.
+    """
+    error: ErrorObject = _read(_error_in, payload, "ERROR")
+    return error
+
+
+def encode_handler_refusal(text: str, error: ErrorObject | None) -> bytes:
+    """The payload of HANDLER_REFUSED."""
+    return _encode(HandlerRefusal(text, error))
+
+
+def decode_handler_refusal(payload: bytes) -> HandlerRefusal:
+    """The payload of HANDLER_REFUSED.
+
+    Raises:
+        RemoteProtocolError: it is unreadable.
+    """
+    refusal: HandlerRefusal = _read(_handler_refusal_in, payload, "HANDLER_REFUSED")
+    return refusal
+
+
+def decode_refusal(payload: bytes) -> Refusal:
+    """The payload of REFUSED.
+
+    Raises:
+        RemoteProtocolError: it is unreadable.
+    """
+    refusal: Refusal = _read(_refusal_in, payload, "REFUSED")
+    return refusal
+
+
+def encode_number(number: int) -> bytes:
+    """The payload of CREDIT and GOAWAY."""
+    return _U32.pack(number)
+
+
+def decode_number(payload: bytes, what: str) -> int:
+    """The payload of CREDIT and GOAWAY.
+
+    Raises:
+        RemoteProtocolError: it is of another length.
+    """
+    if len(payload) != 4:
+        raise RemoteProtocolError(f"{what} with {len(payload)} bytes instead of 4")
+    return int(_U32.unpack(payload)[0])
+
+
+def encode_frame(kind: int, stream_id: int, payload: bytes = b"") -> bytes:
+    """A frame with its payload."""
+    return pack_header(len(payload), kind, stream_id) + payload
