@@ -133,6 +133,13 @@ class Pair:
         return events
 
 
+def fed(side: ClientSide | WorkerSide, data: bytes) -> list[Any]:
+    """The events, or the error, which comes behind those that stood before it."""
+    events = side.feed(data)
+    side.check()
+    return events
+
+
 def frames_in(data: bytes) -> list[tuple[int, int, bytes]]:
     found = []
     while data:
@@ -367,7 +374,7 @@ def test_a_large_message_comes_in_parts_and_lets_others_pass() -> None:
     pair = Pair()
     _, large = pair.call()
     _, small = pair.call()
-    body = random.Random(1).randbytes(1_000_000)
+    body = random.Random(1).randbytes(9_000_000)
     pair.worker.send(large, ITEM, body)
     pair.worker.finish(large)
     pair.worker.send(small, ITEM, b"quick")
@@ -611,6 +618,17 @@ def started() -> Pair:
     return pair
 
 
+def part(total: int) -> bytes:
+    return encode_number(total) + bytes(CHUNK_BYTES)
+
+
+def half() -> Pair:
+    """The first of two chunks of an item has come."""
+    pair = opened()
+    pair.client.feed(encode_frame(PART, 1, part(2 * CHUNK_BYTES)))
+    return pair
+
+
 FROM_WORKER = {
     "ITEM of a stream that was never opened": (opened, ITEM, 2, b""),
     "ITEM without stream": (opened, ITEM, 0, b""),
@@ -634,6 +652,11 @@ FROM_WORKER = {
     "an error that is unreadable": (opened, ERROR, 1, b"\xc1"),
     "a refusal that is unreadable": (opened, REFUSED, 1, b"\xc1"),
     "a short PART": (opened, PART, 1, b"x"),
+    "a PART of a short message": (opened, PART, 1, part(CHUNK_BYTES)),
+    "a PART of another message": (half, PART, 1, part(2 * CHUNK_BYTES + 1)),
+    "a PART too many": (half, PART, 1, part(2 * CHUNK_BYTES)),
+    "an end that is too long": (half, ITEM, 1, bytes(CHUNK_BYTES + 1)),
+    "an end that is too short": (half, ITEM, 1, b"x"),
 }
 FROM_CLIENT = {
     "ITEM from a client": (opened, ITEM, 1, b""),
@@ -655,24 +678,18 @@ FROM_CLIENT = {
 }
 
 
-def received(side: ClientSide | WorkerSide, data: bytes) -> None:
-    """As a connection does it: what stood before a broken frame comes first."""
-    side.feed(data)
-    side.check()
-
-
 @pytest.mark.parametrize("case", FROM_WORKER)
 def test_frame_out_of_place_from_a_worker_is_a_connection_error(case: str) -> None:
     make, kind, number, payload = FROM_WORKER[case]
     with pytest.raises(RemoteProtocolError):
-        received(make().client, encode_frame(kind, number, payload))
+        fed(make().client, encode_frame(kind, number, payload))
 
 
 @pytest.mark.parametrize("case", FROM_CLIENT)
 def test_frame_out_of_place_from_a_client_is_a_connection_error(case: str) -> None:
     make, kind, number, payload = FROM_CLIENT[case]
     with pytest.raises(RemoteProtocolError):
-        received(make().worker, encode_frame(kind, number, payload))
+        fed(make().worker, encode_frame(kind, number, payload))
 
 
 @pytest.mark.parametrize("kind", [PING, REQUEST, PART, INPUT, 0x90])
@@ -682,8 +699,8 @@ def test_nothing_may_come_before_hello(kind: int) -> None:
 
 
 def test_a_frame_over_the_limit_breaks_the_protocol_at_once() -> None:
-    with pytest.raises(RemoteProtocolError, match="over the limit of 65536"):
-        opened().client.feed(encode_frame(ITEM, 1, bytes(CHUNK_BYTES + 1))[:9])
+    with pytest.raises(RemoteProtocolError, match="over the limit of 65540"):
+        opened().client.feed(encode_frame(ITEM, 1, bytes(CHUNK_BYTES + 5))[:9])
 
 
 def test_types_of_later_versions_are_skipped() -> None:

@@ -146,15 +146,10 @@ def encode_request_frame(
     """
     raw_path = path.encode()
     raw_headers = _encode_json(dict(headers))
-    _check_u16("a path", raw_path)
-    _check_u16("headers", raw_headers)
+    check_headers(len(raw_path), "a path")
+    check_headers(len(raw_headers))
     size = 8 + len(raw_path) + len(raw_headers) + len(payload)
-    if size > max_message_bytes:
-        raise MessageTooLarge(
-            "InvalidRequest: Request payload is too large for this deployment. Reduce "
-            f"the input size or metadata size and retry. ({size} bytes, limit "
-            f"{max_message_bytes}: DYN_TCP_MAX_MESSAGE_SIZE)"
-        )
+    check_message(size, max_message_bytes)
     return b"".join(
         (
             _U16.pack(len(raw_path)),
@@ -167,11 +162,44 @@ def encode_request_frame(
     )
 
 
-def _check_u16(what: str, raw: bytes) -> None:
-    if len(raw) > _MAX_U16:
+def check_headers(size: int, what: str = "headers") -> None:
+    """Refuse to send a header, or a path, that a genuine peer could not be sent.
+
+    Raises:
+        MessageTooLarge: it is over its limit.
+    """
+    if size > _MAX_U16:
         raise MessageTooLarge(
             "InvalidRequest: Request cannot be encoded for this deployment. Reduce the "
-            f"metadata size and retry. ({what} of {len(raw)} bytes, limit {_MAX_U16})"
+            f"metadata size and retry. ({what} of {size} bytes, limit {_MAX_U16})"
+        )
+
+
+def check_message(size: int, max_message_bytes: int) -> None:
+    """Refuse to send a request that is too large.
+
+    Raises:
+        MessageTooLarge: it is over the limit.
+    """
+    if size > max_message_bytes:
+        raise MessageTooLarge(
+            "InvalidRequest: Request payload is too large for this deployment. Reduce "
+            f"the input size or metadata size and retry. ({size} bytes, limit "
+            f"{max_message_bytes}: DYN_TCP_MAX_MESSAGE_SIZE)"
+        )
+
+
+def check_control(size: int) -> None:
+    """Refuse to send a request that says too much about itself.
+
+    Raises:
+        MessageTooLarge: it is over the limit.
+    """
+    if size > MAX_CONTROL_BYTES:
+        raise MessageTooLarge(
+            f"Generic error: request control message too large: {size} bytes "
+            f"exceeds limit {MAX_CONTROL_BYTES} (shorten the id or the metadata of the "
+            "context)"
         )
 
 
@@ -323,12 +351,7 @@ def encode_request_payload(control: ControlHeader, body: bytes | None) -> bytes:
     if control.request_stream is not None:
         members["request_stream_connection_info"] = _carried(control.request_stream)
     header = _encode_json(members)
-    if len(header) > MAX_CONTROL_BYTES:
-        raise MessageTooLarge(
-            f"Generic error: request control message too large: {len(header)} bytes "
-            f"exceeds limit {MAX_CONTROL_BYTES} (shorten the id or the metadata of the "
-            "context)"
-        )
+    check_control(len(header))
     return encode_two_part(header, body or b"")
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from dynamo.runtime._sealed import override
+from dynamo.runtime._wire.callhome import too_large_text
 from dynamo.runtime._wire.duplex_frames import (
     ACCEPT,
     CHUNK_BYTES,
@@ -39,6 +40,7 @@ from dynamo.runtime._wire.duplex_frames import (
     KILL,
     MAX_CREDIT,
     PART,
+    PART_BYTES,
     PING,
     PONG,
     PREFACE,
@@ -74,6 +76,11 @@ STARTED, WRITABLE = 0x100, 0x101
 
 _FINAL_MESSAGES = frozenset((ITEM_END, ERROR, HANDLER_REFUSED))
 _MAX_PING_BYTES = 8
+# Room for a message in parts: all of it if that is not so much, else at first this much,
+# and so many times more whenever it is full.
+_FIRST_ROOM_BYTES = 1024 * 1024
+_GROWTH = 4
+_ALL_ROOM_SHARE = 8
 
 # States of a stream: of the client's side, then of the worker's.
 _NEW, _SENT, _WAITING, _STARTED, _OPENING, _OPEN = range(6)
@@ -85,25 +92,28 @@ class Stream:
     Attributes:
         id: 0 until the first frame of it went out.
         owner: Whatever the owner of the connection keeps with it.
-        queue: What waits for credit, in order, as type and payload.
+        queue: What waits for credit, in order: type, what is left of it, its length.
         withheld: Credit is not given back: its reader is behind.
         credit: Bytes that may be sent.
         room: Bytes that the peer may still send.
-        parts: What is there of a message that comes in parts.
+        buffer: What is there of a message that comes in parts, or room for it.
+        filled: How many bytes of it are there.
+        total: How many there will be.
         last_header: The very object that stands in front of the latest message.
     """
 
     __slots__ = (
+        "buffer",
         "credit",
+        "filled",
         "id",
         "input_open",
         "last_header",
         "owner",
-        "parts",
-        "parts_bytes",
         "queue",
         "room",
         "state",
+        "total",
         "withheld",
     )
 
@@ -116,8 +126,9 @@ class Stream:
         self.state = state
         self.credit = credit
         self.room = room
-        self.parts: list[bytes] | None = None
-        self.parts_bytes = 0
+        self.buffer: bytearray | None = None
+        self.filled = 0
+        self.total = 0
         self.input_open = False
         self.last_header: bytes | None = None
 
@@ -180,7 +191,7 @@ class _Side(FrameReader[Event]):
             self.waiting[stream] = None
         # Without a copy for each part.
         view: Any = memoryview(body) if len(body) > CHUNK_BYTES else body
-        stream.queue.append((kind, view))
+        stream.queue.append((kind, view, len(body)))
         self._drain(stream)
 
     def _drain(self, stream: Stream) -> None:
@@ -195,19 +206,22 @@ class _Side(FrameReader[Event]):
     def _send_next(self, stream: Stream) -> None:
         """Send one frame of what waits."""
         queue = stream.queue
-        kind, body = queue[0]
+        kind, body, total = queue[0]
         if not stream.id:
             self._announce(stream)
-        if len(body) > CHUNK_BYTES:
-            queue[0] = (kind, body[CHUNK_BYTES:])
-            kind, body = PART, body[:CHUNK_BYTES]
+        size = len(body)
+        if size > CHUNK_BYTES:
+            queue[0] = (kind, body[CHUNK_BYTES:], total)
+            kind, size = PART, PART_BYTES
+            header = pack_header(size, PART, stream.id) + encode_number(total)
+            self.out += (header, body[:CHUNK_BYTES])
         else:
             queue.popleft()
+            self.out += (pack_header(size, kind, stream.id), body)
         if kind < HELLO:
-            cost = HEADER_BYTES + len(body)
+            cost = HEADER_BYTES + size
             stream.credit -= cost
             self._credit -= cost
-        self.out += (pack_header(len(body), kind, stream.id), body)
         if not queue:
             self._unqueue(stream)
         self._sent(stream, kind)
@@ -260,9 +274,9 @@ class _Side(FrameReader[Event]):
         size = len(data)
         while size - at >= HEADER_BYTES:
             length, kind, number = unpack_header(data, at)
-            if length > CHUNK_BYTES:
+            if length > PART_BYTES:
                 raise RemoteProtocolError(
-                    f"a frame of {length} bytes is over the limit of {CHUNK_BYTES}"
+                    f"a frame of {length} bytes is over the limit of {PART_BYTES}"
                 )
             start = at + HEADER_BYTES
             end = start + length
@@ -283,10 +297,10 @@ class _Side(FrameReader[Event]):
             stream.room -= cost
             if 2 * stream.room <= self._ours.stream_credit:
                 self._room_is_low(stream, cost)
-            if kind == self._plain and stream.state == _STARTED and not stream.parts:
+            if kind == self._plain and stream.state == _STARTED and not stream.total:
                 events.append((kind, stream, data[start:end]))
             elif kind == PART:
-                self._add_part(stream, data[start:end])
+                self._add_part(stream, memoryview(data)[start:end])
             else:
                 body = self._whole(stream, data[start:end])
                 self._message(kind, stream, body, events)
@@ -310,26 +324,47 @@ class _Side(FrameReader[Event]):
         if not 0 < number <= self.last_id:
             raise RemoteProtocolError(f"a frame of stream {number}, which is not open")
 
-    def _add_part(self, stream: Stream, part: bytes) -> None:
-        if len(part) != CHUNK_BYTES:
+    def _add_part(self, stream: Stream, part: memoryview) -> None:
+        if len(part) != PART_BYTES:
             raise RemoteProtocolError(f"a PART of {len(part)} bytes")
-        if stream.parts is None:
-            stream.parts = []
-        stream.parts.append(part)
-        stream.parts_bytes += len(part)
+        total = decode_number(part[:4], "PART")
+        if not stream.total:
+            stream.total = total
+            stream.buffer = bytearray(_room_for(total, _FIRST_ROOM_BYTES))
+        if total != stream.total or stream.filled + CHUNK_BYTES >= total:
+            raise RemoteProtocolError(f"a PART that does not fit into {total} bytes")
+        self._fill(stream, part[4:])
 
-    def _whole(self, stream: Stream, last: bytes) -> bytes:
-        parts = stream.parts
-        if parts is None:
+    def _fill(self, stream: Stream, data: bytes | memoryview) -> None:
+        """Copy into the buffer, which never gets far ahead of what has come.
+
+        One piece of memory for one message: its parts would leave holes in the heap that
+        no later message fits in.
+        """
+        assert stream.buffer is not None
+        end = stream.filled + len(data)
+        if end > len(stream.buffer):
+            room = _room_for(stream.total, _GROWTH * len(stream.buffer))
+            larger = bytearray(room)
+            larger[: stream.filled] = memoryview(stream.buffer)[: stream.filled]
+            stream.buffer = larger
+        stream.buffer[stream.filled : end] = data
+        stream.filled = end
+
+    def _whole(self, stream: Stream, last: bytes) -> bytes | bytearray:
+        if not stream.total:
             return last
-        parts.append(last)
-        stream.parts = None
-        stream.parts_bytes = 0
-        return b"".join(parts)
+        if stream.filled + len(last) != stream.total:
+            raise RemoteProtocolError(f"a message of not {stream.total} bytes")
+        self._fill(stream, last)
+        whole, stream.buffer = stream.buffer, None
+        stream.filled = stream.total = 0
+        assert whole is not None
+        return whole
 
     @abstractmethod
     def _message(
-        self, kind: int, stream: Stream, body: bytes, events: list[Event]
+        self, kind: int, stream: Stream, body: bytes | bytearray, events: list[Event]
     ) -> None:
         """A whole message of an open stream."""
 
@@ -413,6 +448,11 @@ class _Side(FrameReader[Event]):
         return stream
 
 
+def _room_for(total: int, room: int) -> int:
+    """A last step must not be a small one: it would leave a hole of the whole size."""
+    return total if _ALL_ROOM_SHARE * room >= total else room
+
+
 def _more(credit: int, amount: int) -> int:
     credit += amount
     if credit > MAX_CREDIT:
@@ -472,7 +512,7 @@ class ClientSide(_Side):
     def end_input(self, stream: Stream) -> None:
         """No more input; behind what waits."""
         if stream.queue:
-            stream.queue.append((INPUT_END, b""))
+            stream.queue.append((INPUT_END, b"", 0))
         elif stream.id in self.streams:
             self.out.append(pack_header(0, INPUT_END, stream.id))
 
@@ -517,7 +557,7 @@ class ClientSide(_Side):
 
     @override
     def _message(
-        self, kind: int, stream: Stream, body: bytes, events: list[Event]
+        self, kind: int, stream: Stream, body: bytes | bytearray, events: list[Event]
     ) -> None:
         if kind == HANDLER_REFUSED:
             self._not_started(stream, "HANDLER_REFUSED")
@@ -627,7 +667,8 @@ class WorkerSide(_Side):
         """The stream is complete.  The mark rides on the last item if that is still here."""
         if stream.queue:
             # Only items wait here, the last of them perhaps in part.
-            stream.queue[-1] = (ITEM_END, stream.queue[-1][1])
+            _, body, total = stream.queue[-1]
+            stream.queue[-1] = (ITEM_END, body, total)
             return
         out = self.out
         # The header and not the body: short bodies may be one and the same object.
@@ -683,22 +724,21 @@ class WorkerSide(_Side):
         return stream
 
     @override
-    def _add_part(self, stream: Stream, part: bytes) -> None:
+    def _add_part(self, stream: Stream, part: memoryview) -> None:
         super()._add_part(stream, part)
         if stream.state == _OPENING:
-            self._is_too_large(stream, stream.parts_bytes)
+            self._is_too_large(stream, stream.total)
 
     def _is_too_large(self, stream: Stream, size: int) -> bool:
         limit = self._ours.max_message_bytes
         if not limit or size <= limit:
             return False
-        text = f"message too large: at least {size} bytes (max: {limit} bytes)"
-        self.refuse(stream, Refusal(TOO_LARGE, text))
+        self.refuse(stream, Refusal(TOO_LARGE, too_large_text(size, limit)))
         return True
 
     @override
     def _message(
-        self, kind: int, stream: Stream, body: bytes, events: list[Event]
+        self, kind: int, stream: Stream, body: bytes | bytearray, events: list[Event]
     ) -> None:
         if kind == REQUEST and stream.state == _OPENING:
             if self._is_too_large(stream, len(body)):

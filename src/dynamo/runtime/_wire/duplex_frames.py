@@ -12,16 +12,24 @@ from typing import Any
 
 import msgspec
 
-from dynamo.runtime._wire.callhome import MAX_CONTROL_BYTES
+from dynamo.runtime._wire.callhome import (
+    MAX_CONTROL_BYTES,
+    check_control,
+    check_headers,
+    check_message,
+)
 
 # At run time too: msgspec reads the annotations.
 from dynamo.runtime._wire.faults import ErrorObject
 from dynamo.runtime._wire.payload import UNREADABLE
-from dynamo.runtime.errors import MessageTooLarge, RemoteProtocolError
+from dynamo.runtime._wire.propagation import TraceContext, request_headers
+from dynamo.runtime.errors import RemoteProtocolError
 
 PREFACE = b"\xff\xff\xf5dyn\xf51"
 VERSION = 1
 CHUNK_BYTES = 64 * 1024
+# A PART: the length of the whole message, and a chunk of it.
+PART_BYTES = 4 + CHUNK_BYTES
 STREAM_CREDIT = 256 * 1024
 CONNECTION_CREDIT = 16 * 1024 * 1024
 MAX_CREDIT = 2**31
@@ -93,7 +101,7 @@ _handler_refusal_in = msgspec.msgpack.Decoder(HandlerRefusal).decode
 _error_in = msgspec.msgpack.Decoder(ErrorObject).decode
 
 
-def _read(decode: Callable[[bytes], Any], payload: bytes, what: str) -> Any:
+def _read(decode: Callable[[Any], Any], payload: bytes | bytearray, what: str) -> Any:
     try:
         return decode(payload)
     except UNREADABLE as error:
@@ -119,25 +127,29 @@ def encode_request(head: RequestHead, value: bytes, max_message_bytes: int) -> b
     Raises:
         MessageTooLarge: the head, or all of it, is over its limit.
     """
+    if head.trace is not None:
+        check_headers(_headers_bytes(head, head.trace))
     raw_head = _encode(head)
-    if len(raw_head) > MAX_CONTROL_BYTES:
-        raise MessageTooLarge(
-            f"Generic error: request control message too large: {len(raw_head)} bytes "
-            f"exceeds limit {MAX_CONTROL_BYTES} (shorten the id or the metadata of the "
-            "context)"
-        )
+    check_control(len(raw_head))
     payload = b"".join((_U32.pack(len(raw_head)), raw_head, value))
-    if len(payload) > max_message_bytes:
-        raise MessageTooLarge(
-            "InvalidRequest: Request payload is too large for this deployment. Reduce "
-            f"the input size or metadata size and retry. ({len(payload)} bytes, limit "
-            f"{max_message_bytes}: DYN_TCP_MAX_MESSAGE_SIZE)"
-        )
+    check_message(len(payload), max_message_bytes)
     return payload
 
 
-def decode_request(payload: bytes) -> tuple[RequestHead, bytes]:
-    """Head and value of a request.
+def _headers_bytes(
+    head: RequestHead, trace: tuple[str | None, str | None, str | None]
+) -> int:
+    """How much it would be as headers: no lane carries more than the other."""
+    headers = request_headers(
+        request_id=head.id, path=head.path, sent_ns=10**18, trace=TraceContext(*trace)
+    )
+    return len(msgspec.json.encode(headers))
+
+
+def decode_request(
+    payload: bytes | bytearray,
+) -> tuple[RequestHead, bytes | memoryview]:
+    """Head and value of a request; the value of a large one is not copied.
 
     Raises:
         RemoteProtocolError: the head is unreadable, too long, or has unknown flags.
@@ -152,7 +164,9 @@ def decode_request(payload: bytes) -> tuple[RequestHead, bytes]:
     head: RequestHead = _read(_head_in, payload[4:end], "head of a request")
     if head.flags & ~STREAMED_INPUT:
         raise RemoteProtocolError(f"a request with unknown flags {head.flags:#x}")
-    return head, payload[end:]
+    if len(payload) <= CHUNK_BYTES:
+        return head, bytes(payload[end:])
+    return head, memoryview(payload)[end:]
 
 
 def encode_hello(hello: Hello) -> bytes:
@@ -170,7 +184,7 @@ def encode_error(error: ErrorObject) -> bytes:
     return _encode(error)
 
 
-def decode_error(payload: bytes) -> ErrorObject:
+def decode_error(payload: bytes | bytearray) -> ErrorObject:
     """The payload of ERROR.
 
     Raises:
@@ -185,7 +199,7 @@ def encode_handler_refusal(text: str, error: ErrorObject | None) -> bytes:
     return _encode(HandlerRefusal(text, error))
 
 
-def decode_handler_refusal(payload: bytes) -> HandlerRefusal:
+def decode_handler_refusal(payload: bytes | bytearray) -> HandlerRefusal:
     """The payload of HANDLER_REFUSED.
 
     Raises:
@@ -210,7 +224,7 @@ def encode_number(number: int) -> bytes:
     return _U32.pack(number)
 
 
-def decode_number(payload: bytes, what: str) -> int:
+def decode_number(payload: bytes | memoryview, what: str) -> int:
     """The payload of CREDIT and GOAWAY.
 
     Raises:

@@ -121,7 +121,7 @@ def encode_value(value: object, codec: str) -> bytes:
         ) from error
 
 
-def decode_value(data: bytes | memoryview, codec: str) -> Any:
+def decode_value(data: bytes | bytearray | memoryview, codec: str) -> Any:
     """The value of a request or an input frame.
 
     Raises:
@@ -160,7 +160,7 @@ def encode_annotated(
     return _encode_json(members) if codec == "json" else _encode_msgpack(members)
 
 
-def decode_annotated(data: bytes | memoryview, codec: str) -> AnnotatedItem:
+def decode_annotated(data: bytes | bytearray | memoryview, codec: str) -> AnnotatedItem:
     """The item in an envelope.
 
     Raises:
