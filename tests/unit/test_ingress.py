@@ -47,12 +47,10 @@ class Reply:
         self.told.append(("refuse", text, error.error_class))
 
     def item(self, annotated: bytes) -> None:
-        item = msgspec.msgpack.decode(annotated)
-        if item.get("event") == "error":
-            error = item["error"]
-            self.told.append(f"{error['class']}: {error['diagnostic']}")
-        else:
-            self.told.append(item.get("data"))
+        self.told.append(msgspec.msgpack.decode(annotated).get("data"))
+
+    def fail(self, error: ErrorObject) -> None:
+        self.told += [f"{error.error_class}: {error.diagnostic}", "finish"]
 
     def finish(self) -> None:
         self.told.append("finish")

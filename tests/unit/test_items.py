@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo.runtime._calls.items import ItemError, encode_error, encode_item
+from dynamo.runtime._calls.items import ItemError, encode_item
 from dynamo.runtime._calls.streams import Annotated
-from dynamo.runtime._wire.faults import error_of_exception
 from dynamo.runtime._wire.payload import AnnotatedItem
 
 CODECS = ("msgpack", "json")
@@ -135,12 +134,3 @@ def test_what_cannot_be_sent_says_so(codec: str, value: Any):
         f"critical error: failed serializing Python response as {codec}"
     )
     assert caught.value.__cause__ is not None
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_an_error_item_has_no_data(codec: str):
-    error = error_of_exception(ValueError("boom"))
-    sent = decode(codec, encode_error(codec, error))
-    assert sent["event"] == "error"
-    assert sent["error"]["diagnostic"] == "ValueError: boom"
-    assert "data" not in sent or sent["data"] is None

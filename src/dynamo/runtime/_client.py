@@ -654,6 +654,7 @@ class Client(Unconstructible):
             packed=packed,
             metadata={} if state is None else dict(state.metadata),
             trace=None if state is None else state.trace,
+            deadline=None if state is None else state.deadline,
         )
         call = OutgoingCall(
             self._home.loop,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo.runtime._calls.context import Context, ContextState
 from dynamo.runtime._calls.handlers import Handler, ShapeError
 from dynamo.runtime._calls.inbox import Inbox, on_loop
-from dynamo.runtime._calls.items import ItemError, encode_error, encode_item, has_data
+from dynamo.runtime._calls.items import ItemError, encode_item, has_data
 from dynamo.runtime._calls.streams import PyAsyncRequestStream, ResponseSender
 from dynamo.runtime._transports.connection import spawn
 from dynamo.runtime._wire.callhome import OVERLOADED_TEXT
@@ -360,7 +360,10 @@ class _Run:
             return
         self._codec = request.codec
         state = self._state = ContextState(
-            request.call_id, request.metadata, request.trace
+            request.call_id,
+            request.metadata,
+            request.trace,
+            deadline=request.deadline,
         )
         state.subscribe(self._on_context)
         if not await self._open():
@@ -567,8 +570,8 @@ class _Run:
     def _fail(self, reply: ReplyStream, error: ErrorObject) -> None:
         if not self._over:
             self._start(reply)
-            reply.item(encode_error(self._codec, error))
-            self._finish(reply)
+            self._over = True
+            reply.fail(error)
 
     def _finish(self, reply: ReplyStream) -> None:
         if not self._over:

@@ -57,11 +57,6 @@ def has_data(value: object) -> bool:
     return value is not None
 
 
-def encode_error(codec: str, error: ErrorObject) -> bytes:
-    """The annotated map of an error item."""
-    return encode_annotated(codec, event="error", error=error, has_data=False)
-
-
 def _encode_received(codec: str, value: Annotated) -> bytes:
     data = value.data()
     return encode_annotated(

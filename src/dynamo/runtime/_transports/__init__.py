@@ -27,7 +27,8 @@ class CallRequest(msgspec.Struct, kw_only=True):
     """One call as every lane carries it.
 
     ``packed`` is ``value`` in MessagePack, which nearly every instance takes; the value
-    itself is there for the others.  With streamed input ``packed`` is None.
+    itself is there for the others.  With streamed input ``packed`` is None.  ``deadline``
+    is a `time.monotonic()` value.
     """
 
     call_id: str
@@ -35,6 +36,7 @@ class CallRequest(msgspec.Struct, kw_only=True):
     packed: bytes | None
     metadata: dict[str, str]
     trace: TraceContext | None = None
+    deadline: float | None = None
 
 
 class InputSink(Protocol):
@@ -169,6 +171,9 @@ class ReplyStream(Protocol):
     def item(self, annotated: bytes) -> None:
         """One encoded annotated map."""
 
+    def fail(self, error: ErrorObject) -> None:
+        """The handler failed.  Ends the stream."""
+
     def finish(self) -> None:
         """The stream is complete."""
 
@@ -208,9 +213,10 @@ class IncomingRequest(msgspec.Struct, kw_only=True):
     call_id: str
     metadata: dict[str, str]
     codec: str
-    body: bytes | None
+    body: bytes | memoryview | None
     trace: TraceContext | None
     ours: bool
+    deadline: float | None = None
 
 
 class IncomingCall(Protocol):

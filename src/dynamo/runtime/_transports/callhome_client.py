@@ -274,22 +274,25 @@ def _refusal_of(ack: AckReceived | CallError) -> tuple[CallError, bool] | None:
     if isinstance(ack, CallError):
         return ack, True
     if ack.refusal == "overloaded":
-        return _overloaded(ack.text), False
+        return overloaded(ack.text), False
     if ack.refusal == "unavailable" or ack.text == INVALID_PATH_TEXT:
         return Refused(f"Unavailable: {ack.text}"), True
     if ack.refusal == "unreadable":
-        return _too_large_there(ack.text), False
+        return too_large_there(ack.text), False
     return None
 
 
-def _overloaded(text: str) -> Overloaded:
+def overloaded(text: str, retry_after_s: float = 1.0) -> Overloaded:
+    """The worker is full."""
     settings = "DYN_TCP_WORKER_POOL_SIZE, DYN_TCP_WORK_QUEUE_SIZE (of the worker)"
     return Overloaded(
-        f"CapacityExhausted: {text}", retry_after=1.0, facts={"limit": settings}
+        f"CapacityExhausted: {text}",
+        retry_after=retry_after_s,
+        facts={"limit": settings},
     )
 
 
-def _too_large_there(text: str) -> MessageTooLarge:
+def too_large_there(text: str) -> MessageTooLarge:
     """The worker allows less than we do."""
     return MessageTooLarge(
         f"InvalidRequest: {text}: reduce the request, or raise "
@@ -320,7 +323,7 @@ class _Input:
 
     def encode(self, value: object) -> bytes:
         packed = encode_value(value, "msgpack")
-        return _encode_for(self._record, value, packed, StreamError)
+        return encode_for(self._record, value, packed, StreamError)
 
     def send(self, body: bytes) -> None:
         if self._connection is not None:
@@ -381,10 +384,10 @@ class CallhomeClientLane:
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> _Call:
         self._pools.check_open()
-        address = _callable_address(record)
+        address = callable_address(record)
         body = None
         if request.packed is not None:
-            body = _encode_for(record, request.value, request.packed, CallError)
+            body = encode_for(record, request.value, request.packed, CallError)
         gate = await self._gate(record, request)
         call = _Call(self, record, address.authority, events, gate)
         if request.packed is None:
@@ -451,7 +454,7 @@ class CallhomeClientLane:
 
     async def probe(self, record: EndpointRecord) -> bool:
         try:
-            address = _callable_address(record)
+            address = callable_address(record)
             connection = await connect(
                 self.loop,
                 lambda: Connection(self.loop),
@@ -469,7 +472,12 @@ class CallhomeClientLane:
         self.listener.close()
 
 
-def _callable_address(record: EndpointRecord) -> TcpAddress:
+def callable_address(record: EndpointRecord) -> TcpAddress:
+    """Where an instance is called, on whatever lane.
+
+    Raises:
+        CallError: it cannot be called over TCP.
+    """
     if record.transport_kind != "tcp":
         raise CallError(
             f"Invalid TCP address '{record.address}': invalid socket address syntax "
@@ -483,7 +491,7 @@ def _callable_address(record: EndpointRecord) -> TcpAddress:
         raise CallError(str(error), instance_id=record.instance_id) from error
 
 
-def _encode_for(
+def encode_for(
     record: EndpointRecord, value: object, packed: bytes, kind: type[CallError]
 ) -> bytes:
     """A request or a value of streamed input for this instance.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports import IncomingRequest
@@ -31,6 +31,7 @@ from dynamo.runtime._wire.callhome import (
     encode_item_frame,
     encode_prologue,
 )
+from dynamo.runtime._wire.payload import encode_annotated
 from dynamo.runtime._wire.propagation import read_trace, sent_by_ours
 from dynamo.runtime._wire.records import split_host_port
 from dynamo.runtime._wire.two_part import TwoPartReader
@@ -54,20 +55,31 @@ _MAX_CONTROL_BYTES = 1024 * 1024
 _CLOSE_TIMEOUT_S = 5.0
 
 
+class Reply(Protocol):
+    """An answer that may outlive its request."""
+
+    @property
+    def undelivered(self) -> bool:
+        """Complete, and not gone out as a whole."""
+
+    def abort(self) -> None:
+        """Close at once."""
+
+
 class Replies:
-    """The open response connections of one worker, which outlive their requests.
+    """The open answers of one worker, which outlive their requests.
 
     A complete answer may still wait for a slow reader, and then for the client to close.
     """
 
     def __init__(self) -> None:
-        self._open: set[ReplyConnection] = set()
+        self._open: set[Reply] = set()
         self._waiting: list[asyncio.Future[None]] = []
 
-    def add(self, reply: ReplyConnection) -> None:
+    def add(self, reply: Reply) -> None:
         self._open.add(reply)
 
-    def discard(self, reply: ReplyConnection) -> None:
+    def discard(self, reply: Reply) -> None:
         self._open.discard(reply)
         self.look_again()
 
@@ -260,6 +272,12 @@ class ReplyConnection(Connection):
 
     def item(self, annotated: bytes) -> None:
         self.send(encode_item_frame(annotated, self._codec))
+
+    def fail(self, error: ErrorObject) -> None:
+        self.item(
+            encode_annotated(self._codec, event="error", error=error, has_data=False)
+        )
+        self.finish()
 
     def finish(self) -> None:
         self.send(encode_final_frame(self._codec))
