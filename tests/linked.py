@@ -76,7 +76,7 @@ class Link:
     @property
     def pooled(self) -> int:
         """How many request connections the client has, or is making."""
-        pools = self.caller._core.lane._pools._pools.values()
+        pools = self.caller._core.lane.callhome._pools._pools.values()
         return sum(len(one._connections) + (one._opening is not None) for one in pools)
 
     async def cut_requests(self, *, reset: bool = True) -> None:
@@ -112,7 +112,7 @@ async def linked(handler: Any, **settings: Any) -> AsyncIterator[Link]:
         core.config = dataclasses.replace(core.config, **settings)
     link.serving = link.worker.endpoint(PATH).serve_endpoint(handler)
     _, _, worker_port = await link.worker._core.request_server()
-    listener = link.caller._core.lane.listener
+    listener = link.caller._core.lane.callhome.listener
     await listener.start()
     answer_port = int(listener.address.rpartition(":")[2])
     async with relay_to(worker_port) as requests, relay_to(answer_port) as answers:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from raw_peers import LIMIT_S, PATH, make_runtime, shut_down, within
+from raw_peers import PATH, make_runtime, shut_down, within
 
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime._discovery.memory import MemoryStore
@@ -34,24 +34,18 @@ class Served:
         """Requests that the worker has taken and not ended."""
         return sum(life.in_flight for life in self.worker._core._served)
 
-    async def call(
-        self, request: object = None, *, limit_s: float = LIMIT_S, **options: Any
-    ) -> Any:
+    async def call(self, request: object = None, **options: Any) -> Any:
         """Call the worker, also while the client avoids it; items come bare."""
         options = {"annotated": False} | options
-        calling = self.client.direct(request, self.instance_id, **options)
-        return await within(calling, limit_s)
+        return await within(self.client.direct(request, self.instance_id, **options))
 
-    async def items(
-        self, request: object = None, *, limit_s: float = LIMIT_S, **options: Any
-    ) -> list[Any]:
+    async def items(self, request: object = None, **options: Any) -> list[Any]:
         """All items of one call."""
 
         async def read() -> list[Any]:
-            stream = await self.call(request, limit_s=limit_s, **options)
-            return [item async for item in stream]
+            return [item async for item in await self.call(request, **options)]
 
-        return await within(read(), limit_s)
+        return await within(read())
 
 
 @contextlib.asynccontextmanager

@@ -30,7 +30,6 @@ from dynamo.runtime import Context, DistributedRuntime, errors
 from dynamo.runtime._discovery.memory import MemoryStore
 from dynamo.runtime._wire.callhome import (
     MAX_CONTROL_BYTES,
-    RequestReceived,
     encode_request_frame,
     encode_request_payload,
 )
@@ -334,14 +333,14 @@ async def test_a_request_over_the_default_limit_is_refused_before_it_is_sent(
 ) -> None:
     async with served(echo) as pair:
         server, _, _ = await pair.worker._core.request_server()
-        answer = server.answer
+        taker = server.taker
         received: list[str] = []
 
-        def note(request: RequestReceived) -> str:
-            received.append(str(request.path))
-            return answer(request)
+        def note(path: str) -> Any:
+            received.append(path)
+            return taker(path)
 
-        monkeypatch.setattr(server, "answer", note)
+        monkeypatch.setattr(server, "taker", note)
         with pytest.raises(MessageTooLarge, match=r"limit 33554432: DYN_TCP_MAX"):
             await pair.call(bytes(33_554_432))
         assert received == []

@@ -72,7 +72,7 @@ async def test_a_reader_that_makes_room_lends_its_context_to_no_call_back(
 
     monkeypatch.setattr(HomeConnection, "received", look)
     monkeypatch.setattr(HomeConnection, "resume_reading", note)
-    async with served(count) as pair:
+    async with served(count, worker={"lanes": ()}) as pair:
 
         async def read() -> int:
             who.set("the reader")
@@ -121,7 +121,7 @@ async def test_a_call_cancelled_as_its_connection_stands_leaks_none(
             await link.cut_requests()
         await until(lambda: not link.requests._sides and not link.answers._sides)
         await until(lambda: open_descriptors() <= before)
-        assert not link.caller._core.lane.listener._waiting
+        assert not link.caller._core.lane.callhome.listener._waiting
         assert link.client._home.in_flight == {}
 
 
@@ -440,16 +440,9 @@ async def a_bit_of_everything(pair: Served) -> None:
 
 if sys.version_info >= (3, 12):
 
-    def eager(
-        loop: asyncio.AbstractEventLoop, work: Any, **options: Any
-    ) -> asyncio.Task[Any]:
-        """As `asyncio.eager_task_factory`, which refuses what some uvloops pass on."""
-        options["eager_start"] = True
-        return asyncio.Task(work, loop=loop, **options)
-
     async def test_tasks_that_start_at_once_change_nothing() -> None:
         loop = asyncio.get_running_loop()
-        loop.set_task_factory(eager)
+        loop.set_task_factory(asyncio.eager_task_factory)
         try:
             async with served(count) as pair:
                 await a_bit_of_everything(pair)

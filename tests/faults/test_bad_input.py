@@ -96,7 +96,7 @@ async def good_bytes(link: Link) -> tuple[bytes, bytes]:
 def nothing_left(link: Link) -> bool:
     worker, caller = link.worker._core, link.caller._core
     busy = [life for life in worker._served if life.in_flight]
-    listener = caller.lane.listener
+    listener = caller.lane.callhome.listener
     return not (busy or listener._waiting or listener.connections)
 
 

@@ -42,8 +42,11 @@ async def count(request: int) -> AsyncIterator[int]:
 # ----------------------------------------------------------------------------- TR-05
 
 
+# Dialled and accepted, for the request and for the answer; or dialled, accepted, and
+# handed over to the other lane.
+@pytest.mark.parametrize(("lanes", "sockets"), [((), 4), (("duplex",), 3)])
 async def test_no_socket_waits_to_fill_a_packet(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, lanes: tuple[str, ...], sockets: int
 ) -> None:
     options: list[int] = []
     made = Connection.connection_made
@@ -54,10 +57,9 @@ async def test_no_socket_waits_to_fill_a_packet(
         options.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
     monkeypatch.setattr(Connection, "connection_made", look)
-    async with served(echo) as pair:
+    async with served(echo, worker={"lanes": lanes}) as pair:
         assert await pair.items(1) == [1]
-    # Dialled and accepted, for the request and for the answer.
-    assert len(options) == 4
+    assert len(options) == sockets
     assert all(options)
 
 
@@ -100,13 +102,15 @@ async def test_small_frames_go_back_and_forth_without_delay(scale: float) -> Non
 # ----------------------------------------------------------------------------- TR-06
 
 
-async def test_a_worker_and_its_client_meet_on_ipv6() -> None:
-    ipv6 = {"rpc_host": "::1", "response_host": "::1"}
+@pytest.mark.parametrize("lanes", [(), ("duplex",)])
+async def test_a_worker_and_its_client_meet_on_ipv6(lanes: tuple[str, ...]) -> None:
+    ipv6 = {"rpc_host": "::1", "response_host": "::1", "lanes": lanes}
     async with served(echo, worker=ipv6, caller=ipv6) as pair:
         (instance,) = pair.client.instances()
         assert instance.transport.address.startswith("[::1]:")
         assert await pair.items("over IPv6") == ["over IPv6"]
-        assert pair.caller._core.lane.listener.address.startswith("[::1]:")
+        address = pair.caller._core.lane.callhome.listener.address
+        assert address.startswith("" if lanes else "[::1]:")
 
 
 async def test_a_worker_on_ipv6_answers_a_client_that_listens_on_ipv4() -> None:
@@ -215,7 +219,7 @@ async def test_an_outage_fails_calls_early_and_keeps_nothing(scale: float) -> No
         assert time.monotonic() - started < 5 * max(scale, 1)
         assert {type(error) for error in failed} == {errors.ConnectionFailed}
         assert all(error.retryable for error in failed)
-        assert not link.caller._core.lane.listener._waiting
+        assert not link.caller._core.lane.callhome.listener._waiting
         assert not link.pooled
         with pytest.raises(errors.NoInstances, match="1 not answering"):
             await link.client.random("nobody is asked any more")

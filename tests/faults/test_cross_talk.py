@@ -117,8 +117,7 @@ async def test_an_id_that_was_just_cancelled_may_be_used_again(scale: float) -> 
         async def call(number: int) -> int:
             request = {"id": number, "fail": False}
             for attempt in range(3):
-                context = Context(f"id-{number % 50}")
-                items = pair.items(request, context=context, limit_s=10 * scale)
+                items = pair.items(request, context=Context(f"id-{number % 50}"))
                 task = asyncio.get_running_loop().create_task(items)
                 if attempt < 2 and number % 3 == 0:
                     await asyncio.wait((task,), timeout=chance.uniform(0, 0.02))

@@ -369,7 +369,7 @@ async def test_a_context_stopped_before_the_call_sends_nothing(cluster: Cluster)
     context = Context()
     context.stop_generating()
     assert await call(client, context=context) == []
-    assert client._home.lane._pools._pools == {}
+    assert client._home.lane.callhome._pools._pools == {}
     assert silent.started == 0
 
 
@@ -478,7 +478,7 @@ async def test_a_thousand_calls_cancelled_at_random_leave_nothing(cluster: Clust
     gc.collect()
     await until(lambda: silent.running == 0 and worker.in_flight == 0)
     await until(lambda: loads(client) == {})
-    lane = client._home.lane
+    lane = client._home.lane.callhome
     await until(lambda: not lane.listener.connections)
     await until(lambda: asyncio.all_tasks() <= base | {asyncio.current_task()})
     admission = worker.runtime._core.admission
@@ -920,8 +920,7 @@ async def test_a_lost_worker_breaks_its_streams_and_is_withdrawn(cluster: Cluste
     client = await cluster.client()
     stream = await client.round_robin(1, annotated=False)
     assert await anext(stream) == 1
-    for connection in list(client._home.lane.listener.connections):
-        connection.abort()
+    client._home.lane.abort()
     with pytest.raises(StreamBroken) as caught:
         await anext(stream)
     assert str(caught.value) == "Unavailable: Stream ended before generation completed"

@@ -91,7 +91,7 @@ class Cluster:
 
     @property
     def lane(self) -> CallhomeClientLane:
-        return self.runtime._core.lane
+        return self.runtime._core.lane.callhome
 
     def call(
         self, request: Any = None, **more: Any

@@ -48,6 +48,9 @@ class RuntimeConfig:
     channel_buffer: int
     global_connect_limit: int
     host_idle_ttl_s: float
+    lanes: tuple[str, ...]
+    ping_interval_s: float
+    ping_timeout_s: float
 
     worker_pool_size: int
     work_queue_size: int
@@ -223,6 +226,12 @@ def _admission(read: _Reader) -> tuple[int, int]:
     )
 
 
+def _lanes(read: _Reader) -> tuple[str, ...]:
+    """The lanes beyond call-home, which is always there."""
+    forced = read.choice("DYN_RUNTIME_LANES", "all", ("all", "callhome"))
+    return () if forced == "callhome" else ("duplex",)
+
+
 def _status_port(read: _Reader) -> int | None:
     """The port of the status server; a negative number is the genuine way to say off."""
     text = read.text("DYN_SYSTEM_PORT", "-1").strip()
@@ -323,6 +332,11 @@ def from_env(
         channel_buffer=read.whole("DYN_TCP_CHANNEL_BUFFER", 1024, least=1),
         global_connect_limit=read.whole("DYN_TCP_GLOBAL_CONNECT_LIMIT", 64, least=1),
         host_idle_ttl_s=read.seconds("DYN_TCP_HOST_IDLE_TTL_SECS", 300.0),
+        lanes=_lanes(read),
+        ping_interval_s=read.seconds(
+            "DYN_RUNTIME_PING_INTERVAL_SECS", 20.0, least=0.01
+        ),
+        ping_timeout_s=read.seconds("DYN_RUNTIME_PING_TIMEOUT_SECS", 60.0, least=0.02),
         worker_pool_size=running,
         work_queue_size=waiting,
         codec=read.choice("DYN_REQUEST_PLANE_CODEC", "msgpack", ("msgpack", "json")),

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._discovery import DiscoveryBackend
     from dynamo.runtime._transports.callhome_worker import Replies
+    from dynamo.runtime._transports.duplex_worker import DuplexCall
     from dynamo.runtime._transports.tcp_server import RequestServer
     from dynamo.runtime._wire.callhome import RequestReceived
 
@@ -130,14 +131,20 @@ class ServedEndpoint:
         home = self._home
         try:
             self._server, host, port = await home.request_server()
-            self._server.serve(self._path, self._take)
+            self._server.serve(self._path, self)
             await register(home, self.name, host, port)
         except RuntimeClosed:
             # A shutdown that overtook the start ends serving like any other.
             if not home.closing:
                 raise
 
-    def _take(self, request: RequestReceived) -> str:
+    # `Taker`: what came over the port.
+
+    def take_call(self, call: DuplexCall) -> str:
+        call.replies = self._home.replies
+        return self._ingress.offer(call)
+
+    def take_request(self, request: RequestReceived) -> str:
         call = CallhomeCall(
             self._home.loop,
             request,
@@ -151,7 +158,7 @@ class ServedEndpoint:
         self._ingress.refuse_new()
         if self._server is None:
             return
-        replaced = not self._server.forget(self._path, self._take)
+        replaced = not self._server.forget(self._path, self)
         if not replaced and not self._home.closing:
             # With a limit: the store may be what failed.
             leaving = unregister(self._home, self.name)
@@ -175,7 +182,7 @@ class ServedEndpoint:
     def release(self) -> None:
         """Let ``serve`` return."""
         if self._server is not None:
-            self._server.forget(self._path, self._take)
+            self._server.forget(self._path, self)
         if self._released is not None and not self._released.done():
             self._released.set_result(None)
 
@@ -200,6 +207,7 @@ async def register(
         address=tcp_address(host, port, endpoint_wire_path(name, instance_id)),
         device_type=home.config.device_type,
         codec=home.config.codec,
+        lanes=home.config.lanes,
         ours=True,
     )
     home.on_register()

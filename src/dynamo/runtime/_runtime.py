@@ -33,9 +33,9 @@ from dynamo.runtime._discovery.instances import InstanceSet
 from dynamo.runtime._endpoint import Endpoint, ServedEndpoint
 from dynamo.runtime._observability.metrics import MetricsCallbacks
 from dynamo.runtime._sealed import Sealed
-from dynamo.runtime._transports.callhome_client import CallhomeClientLane
 from dynamo.runtime._transports.callhome_worker import Replies
 from dynamo.runtime._transports.connection import spawn
+from dynamo.runtime._transports.lanes import Lanes
 from dynamo.runtime._transports.tcp_server import RequestServer, SharedServers
 from dynamo.runtime._wire.records import EndpointName, parse_endpoint_path
 from dynamo.runtime.errors import RuntimeClosed
@@ -91,7 +91,7 @@ class _Core:
         self.closing = False
         self._home = loop
         self._pid = os.getpid()
-        self._lane: CallhomeClientLane | None = None
+        self._lane: Lanes | None = None
         self._server: RequestServer | None = None
         self._server_lock = asyncio.Lock()
         self._port = 0
@@ -147,9 +147,9 @@ class _Core:
     # Parts that are made on first use
 
     @property
-    def lane(self) -> CallhomeClientLane:
+    def lane(self) -> Lanes:
         if self._lane is None:
-            self._lane = CallhomeClientLane(self.loop, self.config)
+            self._lane = Lanes(self.loop, self.config)
         return self._lane
 
     async def request_server(self) -> tuple[RequestServer, str, int]:
@@ -162,8 +162,7 @@ class _Core:
                     self.loop,
                     self.config.rpc_host,
                     self.config.rpc_port,
-                    max_message_bytes=self.config.max_message_bytes,
-                    frame_timeout_s=self.config.frame_timeout_s,
+                    self.config,
                 )
                 if self.closing:
                     # It may have come too late to be closed with the rest.
@@ -263,6 +262,8 @@ class _Core:
             self.closing = True
             for life in self._served:
                 life.refuse_new()
+            if self._server is not None and not SharedServers.is_shared(self._server):
+                self._server.go_away()
             self._closing_task = spawn(self.loop, self._shut_down())
 
     async def closed(self) -> None:
@@ -362,6 +363,8 @@ class _Core:
         for life in list(self._served):
             await life.idle()
         await self.replies.delivered()
+        if self._server is not None:
+            await self._server.written()
 
     async def _close_with_loop(self) -> None:
         """See that nothing stays open if the program forgets to shut down."""
@@ -379,7 +382,7 @@ class _Core:
         if self._closing_task is None or self._closing_task.cancelled():
             await self._close_parts()
         if self._lane is not None:
-            self._lane.listener.abort()
+            self._lane.abort()
         # Transports close their sockets in a later turn.
         for _ in range(_TURNS_TO_CLOSE):
             await asyncio.sleep(0)

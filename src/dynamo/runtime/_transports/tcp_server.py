@@ -1,4 +1,4 @@
-"""The worker's request port: accepts connections, cuts request frames, sends acks.
+"""The worker's request port: accepts connections, tells the lanes apart, sends acks.
 
 Owns the listener and the table from endpoint paths to those who serve them.  Decides
 nothing about a request: whoever serves the path answers with the text of the ack.
@@ -11,11 +11,11 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import Connection, Limit, let_go, listen
+from dynamo.runtime._transports.duplex_worker import CallTaker, DuplexWorkerConnection
 from dynamo.runtime._wire.callhome import (
     INVALID_PATH_TEXT,
     RequestReader,
@@ -25,6 +25,10 @@ from dynamo.runtime._wire.callhome import (
     too_large_text,
     unknown_endpoint_text,
 )
+from dynamo.runtime._wire.duplex_frames import PREFACE
+
+if TYPE_CHECKING:
+    from dynamo.runtime._config import RuntimeConfig
 
 _log = logging.getLogger("dynamo.runtime.server")
 
@@ -35,30 +39,30 @@ _PROGRESS_BYTES = 64 * 1024
 _TLS_CLIENT_HELLO = b"\x16\x03"
 _HTTP_VERBS = (b"GET ", b"POST", b"PUT ", b"HEAD", b"PRI ", b"OPTI", b"DELE", b"PATC")
 
-Serve = Callable[[RequestReceived], str]
-"""Takes a request for one path and returns the text of its ack; empty is accepted."""
+
+class Taker(CallTaker, Protocol):
+    """Who serves a path: takes requests of either lane.
+
+    Both methods return the text with which the request is refused; empty is accepted.
+    """
+
+    def take_request(self, request: RequestReceived) -> str:
+        """A request on the genuine lane."""
 
 
 class RequestServer:
     """The request port of one or more runtimes of one loop."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        max_message_bytes: int,
-        frame_timeout_s: float,
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
         self.loop = loop
-        self.max_message_bytes = max_message_bytes
-        self.frame_timeout_s = frame_timeout_s
-        self._served: dict[str, Serve] = {}
+        self.config = config
+        self._served: dict[str, Taker] = {}
         self._server: asyncio.Server | None = None
         self._port = 0
         self._starting = asyncio.Lock()
         self._asked_at = 0.0
         self._hung_up = asyncio.Event()
-        self._connections: weakref.WeakSet[_RequestConnection] = weakref.WeakSet()
+        self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     async def start(self, host: str, port: int) -> int:
         """Listen, if not done before, and return the real port.
@@ -78,26 +82,44 @@ class RequestServer:
                 )
         return self._port
 
-    def serve(self, path: str, serve: Serve) -> None:
-        """Send requests for ``path`` to ``serve``; a later one replaces an earlier."""
-        self._served[path] = serve
+    def serve(self, path: str, taker: Taker) -> None:
+        """Send requests for ``path`` there; a later one replaces an earlier."""
+        self._served[path] = taker
 
-    def forget(self, path: str, serve: Serve) -> bool:
+    def forget(self, path: str, taker: Taker) -> bool:
         """Serve ``path`` no longer; False if somebody else took it over meanwhile."""
-        if self._served.get(path) != serve:
+        if self._served.get(path) is not taker:
             return False
         del self._served[path]
         return True
 
+    def taker(self, path: str) -> Taker | None:
+        """Who serves that path, for a request that has come."""
+        self._asked_at = self.loop.time()
+        return self._served.get(path)
+
     def answer(self, request: RequestReceived) -> str:
         """The text of the ack for a request."""
-        self._asked_at = self.loop.time()
         if request.path is None:
             return INVALID_PATH_TEXT
-        serve = self._served.get(request.path)
-        if serve is None:
+        taker = self.taker(request.path)
+        if taker is None:
             return unknown_endpoint_text(request.path)
-        return serve(request)
+        return taker.take_request(request)
+
+    def _duplex_connections(self) -> list[DuplexWorkerConnection]:
+        every = list(self._connections)
+        return [one for one in every if isinstance(one, DuplexWorkerConnection)]
+
+    def go_away(self) -> None:
+        """Tell the clients on the duplex lane that no new calls are taken."""
+        for connection in self._duplex_connections():
+            connection.go_away()
+
+    async def written(self) -> None:
+        """Wait until the clients on the duplex lane were sent all that was said."""
+        for connection in self._duplex_connections():
+            await connection.written()
 
     async def quiet(self, since: float, pause_s: float) -> None:
         """Wait until nobody is connected, or no request has come for so long.
@@ -132,7 +154,7 @@ class RequestServer:
             let_go(self._server)
             self._server = None
 
-    def track(self, connection: _RequestConnection) -> None:
+    def track(self, connection: Connection) -> None:
         """Remember an open connection until it is closed."""
         self._connections.add(connection)
 
@@ -152,9 +174,7 @@ class SharedServers:
         loop: asyncio.AbstractEventLoop,
         host: str,
         port: int,
-        *,
-        max_message_bytes: int,
-        frame_timeout_s: float,
+        config: RuntimeConfig,
     ) -> tuple[RequestServer, int]:
         """A server on that address and its real port; give it back with `release`.
 
@@ -165,11 +185,7 @@ class SharedServers:
         key = (id(loop), host, port)
         server, users = cls._open.get(key, (None, 0))
         if server is None:
-            server = RequestServer(
-                loop,
-                max_message_bytes=max_message_bytes,
-                frame_timeout_s=frame_timeout_s,
-            )
+            server = RequestServer(loop, config)
         if port != 0:
             # Before it listens: a second runtime may come meanwhile.
             cls._open[key] = (server, users + 1)
@@ -186,6 +202,11 @@ class SharedServers:
             if server.loop.is_closed():
                 del cls._open[key]
                 server.abandon()
+
+    @classmethod
+    def is_shared(cls, server: RequestServer) -> bool:
+        """Whether more than one runtime uses the server."""
+        return any(one is server and users > 1 for one, users in cls._open.values())
 
     @classmethod
     def release(cls, server: RequestServer) -> None:
@@ -205,8 +226,10 @@ class _RequestConnection(Connection):
     def __init__(self, server: RequestServer) -> None:
         super().__init__(server.loop)
         self._owner = server
-        self._reader = RequestReader(server.max_message_bytes)
+        self._reader = RequestReader(server.config.max_message_bytes)
         self._received_bytes = 0
+        # What came before it was clear which lane this is; None once it is.
+        self._head: bytes | None = b""
         self._deadline: asyncio.TimerHandle | Limit | None = None
 
     @override
@@ -215,8 +238,10 @@ class _RequestConnection(Connection):
 
     @override
     def received(self, data: bytes) -> None:
-        if self._received_bytes == 0 and self._is_foreign(data):
-            return
+        if self._head is not None:
+            data = self._head + data
+            if not self._is_callhome(data):
+                return
         self._received_bytes += len(data)
         events = self._reader.feed(data)
         if events:
@@ -230,6 +255,34 @@ class _RequestConnection(Connection):
             # A client that reads no acks sends no further requests either.
             self.pause_reading()
         self._watch_frame()
+
+    def _is_callhome(self, data: bytes) -> bool:
+        """Whether the first bytes are those of the genuine lane; else sees to them."""
+        if self._is_foreign(data):
+            return False
+        duplex = "duplex" in self._owner.config.lanes
+        if duplex and data.startswith(PREFACE):
+            self._become_duplex(data[len(PREFACE) :])
+            return False
+        if duplex and PREFACE.startswith(data):
+            self._head = data
+            self._watch_frame()
+            return False
+        self._head = None
+        return True
+
+    def _become_duplex(self, rest: bytes) -> None:
+        """Hand the socket over to the other lane."""
+        self._stop_watching()
+        transport, self._transport = self._transport, None
+        assert transport is not None
+        owner = self._owner
+        successor = DuplexWorkerConnection(self._loop, owner.config, owner)
+        transport.set_protocol(successor)
+        successor.connection_made(transport)
+        owner.track(successor)
+        if rest:
+            successor.data_received(rest)
 
     @override
     def writable(self) -> None:
@@ -257,15 +310,18 @@ class _RequestConnection(Connection):
         _log.warning("request from %s refused: %s", self.peer, text)
         self.send(encode_ack(text))
         self.send_eof()
-        self._deadline = self._loop.call_later(self._owner.frame_timeout_s, self.abort)
+        self._deadline = self._loop.call_later(
+            self._owner.config.frame_timeout_s, self.abort
+        )
 
     def _watch_frame(self) -> None:
         """Time frames from their first byte: pools connect long before they send."""
-        if self._reader.mid_frame and self._deadline is None:
+        begun = self._head or self._reader.mid_frame
+        if begun and self._deadline is None:
             before_bytes = self._received_bytes
             self._deadline = Limit(
                 self._loop,
-                self._owner.frame_timeout_s,
+                self._owner.config.frame_timeout_s,
                 lambda: self._check_frame(before_bytes),
             )
 
@@ -283,7 +339,7 @@ class _RequestConnection(Connection):
             "closing the connection with %s: a request frame was not completed within "
             "%g s",
             self.peer,
-            self._owner.frame_timeout_s,
+            self._owner.config.frame_timeout_s,
         )
         self.abort()
 

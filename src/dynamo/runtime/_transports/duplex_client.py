@@ -1,0 +1,631 @@
+"""The client's end of the duplex lane: a connection per worker process, and its calls.
+
+A connection is opened on first use, re-opened with a back-off, and closed when it is
+idle.  Knows nothing of choosing or retrying; says which calls were never started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from dynamo.runtime._sealed import override
+from dynamo.runtime._transports.callhome_client import (
+    callable_address,
+    encode_for,
+    overloaded,
+    too_large_there,
+)
+from dynamo.runtime._transports.connection import Limit, connect, spawn
+from dynamo.runtime._transports.duplex import DuplexConnection
+from dynamo.runtime._wire.callhome import too_large_text
+from dynamo.runtime._wire.duplex import STARTED, WRITABLE, ClientSide
+from dynamo.runtime._wire.duplex_frames import (
+    END,
+    ERROR,
+    HANDLER_REFUSED,
+    INPUT,
+    ITEM,
+    OVERLOADED,
+    QUEUED,
+    REFUSED,
+    REQUEST,
+    STREAMED_INPUT,
+    TOO_LARGE,
+    Hello,
+    RequestHead,
+    encode_request,
+)
+from dynamo.runtime._wire.faults import (
+    error_of_unreadable,
+    exception_of_prologue,
+    settled,
+)
+from dynamo.runtime._wire.payload import decode_annotated, encode_value
+from dynamo.runtime.errors import (
+    CallError,
+    CallTimeout,
+    ConnectionFailed,
+    Refused,
+    RemoteProtocolError,
+    RuntimeClosed,
+    StreamError,
+)
+
+if TYPE_CHECKING:
+    from dynamo.runtime._config import RuntimeConfig
+    from dynamo.runtime._transports import CallEvents, CallRequest
+    from dynamo.runtime._wire.duplex import Event, Stream
+    from dynamo.runtime._wire.duplex_frames import HandlerRefusal, Refusal
+    from dynamo.runtime._wire.faults import ErrorObject
+    from dynamo.runtime._wire.records import EndpointRecord, TcpAddress
+
+_log = logging.getLogger("dynamo.runtime.duplex")
+
+_BACKOFF_FIRST_S = 0.05
+_BACKOFF_MAX_S = 1.0
+_LOST_TEXT = "Stream ended before generation completed"
+
+
+class NoDuplex(CallError):
+    """The worker's port does not speak the lane; nothing was sent."""
+
+    phase = "connect"
+    retryable = True
+
+
+class _Call:
+    """One outgoing call: a `CallHandle`, and the `InputSink` of its input."""
+
+    __slots__ = (
+        "_acknowledged",
+        "_codec",
+        "_connection",
+        "_events",
+        "_over",
+        "_record",
+        "_stream",
+        "_streamed",
+    )
+
+    def __init__(
+        self,
+        connection: _WorkerConnection,
+        record: EndpointRecord,
+        events: CallEvents,
+        payload: bytes,
+        *,
+        streamed: bool,
+    ) -> None:
+        self._connection = connection
+        self._record = record
+        self._codec = record.codec
+        self._events = events
+        self._streamed = streamed
+        self._acknowledged = False
+        self._over = False
+        self._stream = connection.side.open(payload)
+        self._stream.owner = self
+
+    # CallHandle
+
+    def stop(self) -> None:
+        if self._over:
+            return
+        if not self._connection.side.stop(self._stream):
+            self.close()
+        self._connection.touch()
+
+    def kill(self) -> None:
+        self.close()
+
+    def pause(self) -> None:
+        self._connection.side.withhold(self._stream)
+
+    def resume(self) -> None:
+        self._connection.side.release(self._stream)
+        self._connection.touch()
+
+    def close(self) -> None:
+        if not self._over:
+            self._let_go()
+            self._connection.end(self, self._stream)
+
+    # InputSink
+
+    @property
+    def paused(self) -> bool:
+        return bool(self._stream.queue) or self._connection.paused
+
+    def encode(self, value: object) -> bytes:
+        packed = encode_value(value, "msgpack")
+        return encode_for(self._record, value, packed, StreamError)
+
+    def send(self, body: bytes) -> None:
+        if not self._over:
+            self._connection.side.send(self._stream, INPUT, body)
+            self._connection.touch()
+
+    def end(self) -> None:
+        if not self._over:
+            self._connection.side.end_input(self._stream)
+            self._connection.touch()
+
+    # What the connection reports.
+
+    def on_item(self, body: bytes | bytearray) -> None:
+        if self._over:
+            return
+        try:
+            item = decode_annotated(body, self._codec)
+        except RemoteProtocolError as error:
+            self.close()
+            self._events.on_failed(error_of_unreadable(str(error)))
+        else:
+            self._events.on_item(item, len(body))
+
+    def on_event(self, kind: int, payload: Any) -> None:
+        """Everything but an item."""
+        if self._over:
+            return
+        if kind == WRITABLE:
+            self.on_writable()
+            return
+        if not self._acknowledged:
+            self._acknowledged = True
+            self._connection.acknowledged(self)
+            if kind in (QUEUED, STARTED):
+                self._reached()
+        if kind == STARTED:
+            self._events.on_started()
+        elif kind != QUEUED:
+            self._let_go()
+            self._on_last(kind, payload)
+
+    def _let_go(self) -> None:
+        """The call is over.  Both hold each other: no cycle is left behind."""
+        self._over = True
+        self._stream.owner = None
+
+    def on_writable(self) -> None:
+        if self._streamed and self._acknowledged and not self._over:
+            self._events.on_input_room()
+
+    def _reached(self) -> None:
+        """The worker has the request and does not refuse it: now it may have input."""
+        self._events.on_reached()
+        if self._streamed:
+            self._events.on_input_wanted(self)
+
+    @property
+    def sending(self) -> bool:
+        """Whether a part of the request waits for credit."""
+        queue = self._stream.queue
+        return bool(queue) and queue[0][0] == REQUEST
+
+    def _on_last(self, kind: int, payload: Any) -> None:
+        if kind == END:
+            self._events.on_ended()
+        elif kind == ERROR:
+            self._on_error(payload)
+        elif kind == HANDLER_REFUSED:
+            self._on_handler_refused(payload)
+        elif kind == REFUSED:
+            self._on_refused(payload)
+        else:
+            self._events.on_lost(_LOST_TEXT)
+
+    def _on_error(self, error: ErrorObject) -> None:
+        self._events.on_failed(settled(error))
+
+    def _on_handler_refused(self, refusal: HandlerRefusal) -> None:
+        error, inhibits = exception_of_prologue(
+            refusal.text, refusal.error, instance_id=self._record.instance_id
+        )
+        self._events.on_refused(error, inhibits=inhibits)
+
+    def _on_refused(self, refusal: Refusal) -> None:
+        error: CallError
+        if refusal.code == OVERLOADED:
+            error = overloaded(refusal.text, (refusal.retry_after_ms or 1000) / 1000)
+        elif refusal.code == TOO_LARGE:
+            error = too_large_there(refusal.text)
+        else:
+            error = _draining(self._record, refusal.text)
+        inhibits = refusal.code not in (OVERLOADED, TOO_LARGE)
+        self._events.on_refused(error, inhibits=inhibits)
+
+    def refuse(self, error: CallError | RuntimeClosed, *, inhibits: bool) -> None:
+        """The call fails before its stream began, for a reason of our own."""
+        if not self._over:
+            self.close()
+            self._events.on_refused(error, inhibits=inhibits)
+
+    def on_lost(self, error: ConnectionFailed, *, never_left: bool) -> None:
+        """The connection has gone."""
+        if self._over:
+            return
+        self._let_go()
+        if never_left or not self._acknowledged:
+            self._events.on_refused(error, inhibits=True)
+        else:
+            self._events.on_lost(_LOST_TEXT)
+
+
+def _draining(record: EndpointRecord, text: str = "") -> Refused:
+    path = callable_address(record).path
+    text = text or f"Server unavailable: endpoint {path} is draining"
+    return Refused(f"Unavailable: {text}", instance_id=record.instance_id)
+
+
+class _WorkerConnection(DuplexConnection):
+    """The client's end of a connection to one worker process."""
+
+    side: ClientSide
+
+    def __init__(self, link: _Link) -> None:
+        self.side = ClientSide(Hello())
+        super().__init__(link.loop, link.config, self.side)
+        self.greeted: asyncio.Future[None] = link.loop.create_future()
+        self._link = link
+        self._used_at = link.loop.time()
+        # In the order of their limits.
+        self._unacknowledged: dict[_Call, float] = {}
+        self._timer: Limit | None = None
+        self._retiring = False
+
+    def call(
+        self,
+        record: EndpointRecord,
+        path: str,
+        request: CallRequest,
+        events: CallEvents,
+        body: bytes | None,
+    ) -> _Call:
+        """Send a request.
+
+        Raises:
+            MessageTooLarge: it is over a limit, of ours or of the worker.
+            CallTimeout: its deadline has passed.
+        """
+        assert self.side.peer is not None
+        limit = self._config.max_message_bytes
+        payload = encode_request(
+            _head_of(path, record.codec, request), body or b"", limit
+        )
+        limit_there = self.side.peer.max_message_bytes or limit
+        if len(payload) > limit_there:
+            raise too_large_there(too_large_text(len(payload), limit_there))
+        call = _Call(self, record, events, payload, streamed=body is None)
+        limit_at = self._loop.time() + self._config.request_timeout_s
+        self._unacknowledged[call] = limit_at
+        if self._timer is None:
+            self._set_timer(limit_at)
+        self.touch()
+        return call
+
+    def acknowledged(self, call: _Call) -> None:
+        del self._unacknowledged[call]
+
+    def end(self, call: _Call, stream: Stream) -> None:
+        """Forget a call, and tell the worker if it may know of it."""
+        self._unacknowledged.pop(call, None)
+        self.side.kill(stream)
+        self.touch()
+        self._close_if_done()
+
+    def retire(self) -> None:
+        """Close when the last call has ended; those without an answer fail."""
+        self._retiring = True
+        for call in list(self._unacknowledged):
+            error = RuntimeClosed("the runtime was shut down during the call")
+            call.refuse(error, inhibits=False)
+        self._close_if_done()
+
+    @property
+    def idle(self) -> bool:
+        return not self.side.streams and not self.side.waiting
+
+    def _close_if_done(self) -> None:
+        if self.idle:
+            self._used_at = self._loop.time()
+            if self._retiring or self.side.going_away:
+                self.close()
+
+    # The limit for acknowledgements
+
+    def _set_timer(self, at: float) -> None:
+        self._timer = Limit(self._loop, at - self._loop.time(), self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        while self._unacknowledged:
+            call, limit_at = next(iter(self._unacknowledged.items()))
+            if limit_at > now:
+                self._set_timer(limit_at)
+                return
+            if call.sending:
+                # Its time begins when it has gone out.
+                del self._unacknowledged[call]
+                self._unacknowledged[call] = now + self._config.request_timeout_s
+                continue
+            call.refuse(self._no_answer(), inhibits=True)
+
+    def _no_answer(self) -> CallTimeout:
+        return CallTimeout(
+            f"DeadlineExceeded: TCP request to {self._link.authority} timed out",
+            facts={"limit": "DYN_TCP_REQUEST_TIMEOUT"},
+        )
+
+    # DuplexConnection
+
+    @override
+    def received(self, data: bytes) -> None:
+        try:
+            super().received(data)
+        except RemoteProtocolError as error:
+            if self.greeted.done():
+                raise
+            self.greeted.set_exception(
+                NoDuplex(
+                    f"Unavailable: {self._link.authority} does not speak the duplex "
+                    "lane",
+                    facts={"reason": str(error)},
+                )
+            )
+            self.abort()
+
+    @override
+    def handle(self, events: list[Event]) -> None:
+        # Large items go as they are read: all of them twice would be too much.
+        events.reverse()
+        while events:
+            kind, stream, payload = events.pop()
+            if stream is None:
+                # HELLO: the only one about the connection itself.
+                self.greeted.set_result(None)
+                continue
+            call = stream.owner
+            if call is None:
+                # It ended while the events before this one were handled.
+                continue
+            if kind == ITEM:
+                call.on_item(payload)
+            else:
+                call.on_event(kind, payload)
+        self._close_if_done()
+
+    @override
+    def writable(self) -> None:
+        for stream in list(self.side.streams.values()):
+            if stream.owner is not None:
+                stream.owner.on_writable()
+
+    @override
+    def checked(self, now: float) -> None:
+        if self.idle and now - self._used_at >= self._config.host_idle_ttl_s:
+            self.close()
+
+    @override
+    def lost(self, error: Exception | None) -> None:
+        super().lost(error)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._link.forget(self)
+        reason = self.loss or str(error or "closed by the worker")
+        if not self.greeted.done():
+            self.greeted.set_exception(self._link.failed(reason))
+        # Nobody may be waiting for it.
+        self.greeted.exception()
+        never_left = self.side.never_left()
+        streams = [*self.side.streams.values(), *self.side.waiting]
+        self._unacknowledged.clear()
+        for stream in dict.fromkeys(streams):
+            left = stream not in never_left
+            failed = self._link.failed(reason, phase="ack" if left else "send")
+            failed.retryable = not left
+            if stream.owner is not None:
+                stream.owner.on_lost(failed, never_left=not left)
+
+
+def _head_of(path: str, codec: str, request: CallRequest) -> RequestHead:
+    remaining_ms = None
+    if request.deadline is not None:
+        remaining_ms = int((request.deadline - time.monotonic()) * 1000)
+        if remaining_ms <= 0:
+            raise CallTimeout(
+                "DeadlineExceeded: the deadline of the context has passed",
+                phase="send",
+                facts={"limit": "deadline"},
+            )
+    return RequestHead(
+        request.call_id,
+        path,
+        request.metadata or None,
+        request.trace,
+        remaining_ms,
+        codec,
+        STREAMED_INPUT if request.packed is None else 0,
+    )
+
+
+class _Link:
+    """The way to one worker process: a connection, or how to make one."""
+
+    def __init__(self, lane: DuplexClientLane, address: TcpAddress) -> None:
+        self.loop = lane.loop
+        self.config = lane.config
+        self.authority = address.authority
+        self._lane = lane
+        self._host = address.host
+        self._port = address.port
+        self._connection: _WorkerConnection | None = None
+        self._connections: set[_WorkerConnection] = set()
+        self._opening: asyncio.Task[_WorkerConnection] | None = None
+        self._failures = 0
+        self._not_before = 0.0
+
+    def failed(self, reason: str, phase: str = "connect") -> ConnectionFailed:
+        return ConnectionFailed(
+            f"Unavailable: TCP connection to {self.authority} failed",
+            phase=phase,
+            facts={"address": self.authority, "reason": reason},
+        )
+
+    async def connection(self, record: EndpointRecord) -> _WorkerConnection:
+        """A connection that takes a call.
+
+        Raises:
+            NoDuplex: the port does not speak the lane.
+            ConnectionFailed: there is none, and none could be made.
+            Refused: the worker takes no new calls.
+        """
+        connection = self._connection
+        if connection is None or not connection.is_open:
+            connection = await self._opened()
+        if connection.side.going_away:
+            raise _draining(record)
+        if not connection.side.usable:
+            # It has come near the end of its ids: a new one takes over.
+            self._connection = None
+            connection.retire()
+            connection = await self._opened()
+        return connection
+
+    async def _opened(self) -> _WorkerConnection:
+        """Open one connection, whatever the number of calls that want it."""
+        if self._opening is None:
+            self._opening = spawn(self.loop, self._open())
+            self._opening.add_done_callback(self._on_opened)
+        opening = self._opening
+        await asyncio.wait((opening,))
+        if opening.cancelled():
+            raise RuntimeClosed("the runtime was shut down while connecting")
+        error = opening.exception()
+        if isinstance(error, CallError):
+            # Each caller gets an error of its own, to which its facts can be added.
+            raise type(error)(str(error), facts=dict(error.facts)) from error
+        if error is not None:
+            raise error
+        return opening.result()
+
+    async def _open(self) -> _WorkerConnection:
+        await asyncio.sleep(max(0.0, self._not_before - self.loop.time()))
+        limit_s = self.config.connect_timeout_s
+        began = self.loop.time()
+        async with self._lane.connecting:
+            connection = await connect(
+                self.loop,
+                lambda: _WorkerConnection(self),
+                self._host,
+                self._port,
+                limit_s,
+            )
+        self._connections.add(connection)
+        try:
+            await self._greeting(connection, began + limit_s - self.loop.time())
+        except BaseException:
+            connection.abort()
+            raise
+        return connection
+
+    async def _greeting(self, connection: _WorkerConnection, limit_s: float) -> None:
+        await asyncio.wait((connection.greeted,), timeout=max(limit_s, 0.001))
+        if not connection.greeted.done():
+            raise NoDuplex(
+                f"Unavailable: {self.authority} does not answer on the duplex lane",
+                facts={
+                    "reason": f"no preface within {self.config.connect_timeout_s:g} s"
+                },
+            )
+        connection.greeted.result()
+        if not connection.is_open:
+            raise self.failed("it was closed as soon as it stood")
+
+    def _on_opened(self, task: asyncio.Task[_WorkerConnection]) -> None:
+        self._opening = None
+        if task.cancelled():
+            return
+        if task.exception() is None:
+            self._failures = 0
+            self._not_before = 0.0
+            self._connection = task.result()
+            return
+        # The first failure is followed by a try at once: a worker may have come back.
+        if self._failures:
+            pause_s = _BACKOFF_FIRST_S * 2 ** min(self._failures - 1, 10)
+            self._not_before = self.loop.time() + min(pause_s, _BACKOFF_MAX_S)
+        self._failures += 1
+
+    def forget(self, connection: _WorkerConnection) -> None:
+        self._connections.discard(connection)
+        if self._connection is connection:
+            self._connection = None
+
+    @property
+    def unused(self) -> bool:
+        """Whether nothing is lost by forgetting it."""
+        waits = self._not_before > self.loop.time()
+        return self._opening is None and not self._connections and not waits
+
+    def close(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+        for connection in list(self._connections):
+            connection.retire()
+
+    def abort(self) -> None:
+        for connection in list(self._connections):
+            connection.abort()
+
+
+class DuplexClientLane:
+    """Calls of one runtime over the duplex lane."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
+        self.loop = loop
+        self.config = config
+        self.connecting = asyncio.Semaphore(config.global_connect_limit)
+        self._links: dict[tuple[str, int], _Link] = {}
+        self._closed = False
+
+    async def open(
+        self, record: EndpointRecord, request: CallRequest, events: CallEvents
+    ) -> _Call:
+        """Send a call.
+
+        Raises:
+            NoDuplex: the worker's port does not speak the lane; nothing was sent.
+            CallError: it was not sent.
+        """
+        if self._closed:
+            raise RuntimeClosed("the runtime was shut down")
+        address = callable_address(record)
+        body = None
+        if request.packed is not None:
+            body = encode_for(record, request.value, request.packed, CallError)
+        key = (address.host, address.port)
+        link = self._links.get(key) or self._new_link(key, address)
+        connection = await link.connection(record)
+        return connection.call(record, address.path, request, events, body)
+
+    def _new_link(self, key: tuple[str, int], address: TcpAddress) -> _Link:
+        for old_key, old in list(self._links.items()):
+            if old.unused:
+                del self._links[old_key]
+        link = self._links[key] = _Link(self, address)
+        return link
+
+    async def aclose(self) -> None:
+        """Make no more calls; those in progress run to their end."""
+        self._closed = True
+        for link in list(self._links.values()):
+            link.close()
+
+    def abort(self) -> None:
+        """Close every connection now, with the calls on it."""
+        for link in list(self._links.values()):
+            link.abort()

@@ -1,0 +1,414 @@
+"""The worker's end of a duplex connection: its calls, their answers, their input.
+
+Hands requests to those who serve their paths, and tells them what the caller does.
+Knows nothing of handlers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from dynamo.runtime._sealed import override
+from dynamo.runtime._transports import IncomingRequest
+from dynamo.runtime._transports.duplex import DuplexConnection
+from dynamo.runtime._wire.callhome import AckReceived, unknown_endpoint_text
+from dynamo.runtime._wire.duplex import WRITABLE, WorkerSide
+from dynamo.runtime._wire.duplex_frames import (
+    CHUNK_BYTES,
+    ERROR,
+    HANDLER_REFUSED,
+    INPUT,
+    INPUT_END,
+    ITEM,
+    KILL,
+    OVERLOADED,
+    REQUEST,
+    STOP,
+    UNAVAILABLE,
+    Hello,
+    Refusal,
+    encode_error,
+    encode_handler_refusal,
+)
+from dynamo.runtime._wire.payload import decode_value
+from dynamo.runtime._wire.propagation import (
+    TRACEPARENT,
+    TRACESTATE,
+    X_REQUEST_ID,
+    read_trace,
+)
+from dynamo.runtime.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from dynamo.runtime._config import RuntimeConfig
+    from dynamo.runtime._transports import InputEvents, ReplyEvents
+    from dynamo.runtime._transports.callhome_worker import Replies
+    from dynamo.runtime._wire.duplex import Event, Stream
+    from dynamo.runtime._wire.duplex_frames import RequestHead
+    from dynamo.runtime._wire.faults import ErrorObject
+    from dynamo.runtime._wire.propagation import TraceContext
+
+# What a full worker suggests, as on the other lane.
+_RETRY_AFTER_MS = 1000
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+class CallTaker(Protocol):
+    """Who serves a path."""
+
+    def take_call(self, call: DuplexCall) -> str:
+        """Take a call, or return the text with which it is refused."""
+
+
+class DuplexServer(Protocol):
+    """What a connection needs of the port that it came in on."""
+
+    def taker(self, path: str) -> CallTaker | None:
+        """Who serves that path, for a request that has come."""
+
+    def hung_up(self) -> None:
+        """A connection has gone."""
+
+
+class DuplexCall:
+    """One call on a duplex connection.
+
+    At once the `IncomingCall`, its `ReplyStream` and its `InputStream`: all three are
+    faces of one stream of frames.
+    """
+
+    __slots__ = (
+        "_body",
+        "_connection",
+        "_events",
+        "_finished",
+        "_gone",
+        "_head",
+        "_input",
+        "_said",
+        "_started",
+        "_stream",
+        "path",
+        "replies",
+    )
+
+    def __init__(
+        self,
+        connection: DuplexWorkerConnection,
+        stream: Stream,
+        head: RequestHead,
+        body: bytes | memoryview,
+    ) -> None:
+        self.path = head.path
+        self.replies: Replies | None = None
+        """Where an answer that is complete and not yet out is known; set by who takes
+        the call."""
+        self._connection = connection
+        self._stream = stream
+        self._head = head
+        self._body: bytes | memoryview | None = body
+        self._events: ReplyEvents | None = None
+        self._input: InputEvents | None = None
+        self._started = False
+        # Something was said that acknowledges the request.
+        self._said = False
+        self._finished = False
+        # The caller has stopped the call (False), or has gone (True).
+        self._gone: bool | None = None
+
+    # IncomingCall
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return _NO_HEADERS
+
+    def decode(self) -> IncomingRequest:
+        head = self._head
+        body, self._body = self._body, None
+        if head.codec not in ("msgpack", "json"):
+            raise RemoteProtocolError(f"unknown payload codec '{head.codec}'")
+        return IncomingRequest(
+            call_id=head.id,
+            metadata=head.metadata or {},
+            codec=head.codec,
+            body=None if head.streamed else body,
+            trace=_trace_of(head),
+            ours=True,
+            deadline=(
+                None
+                if head.remaining_ms is None
+                else time.monotonic() + head.remaining_ms / 1000
+            ),
+        )
+
+    async def open(self, events: ReplyEvents) -> DuplexCall:
+        if not self._tell_if_gone(events):
+            self._events = events
+        return self
+
+    async def open_input(self, events: InputEvents) -> DuplexCall:
+        if not self._tell_if_gone(events):
+            self._input = events
+        return self
+
+    def _tell_if_gone(self, events: ReplyEvents | InputEvents) -> bool:
+        """The request and its end may have come in one read; whether that was all."""
+        if self._gone is not None:
+            events.on_stop(killed=self._gone)
+        return self._gone is True
+
+    # ReplyStream
+
+    @property
+    def codec(self) -> str:
+        return "json" if self._head.codec == "json" else "msgpack"
+
+    @property
+    def paused(self) -> bool:
+        return bool(self._stream.queue) or self._connection.paused
+
+    @property
+    def undelivered(self) -> bool:
+        """Complete, and a part of it waits for the caller to read."""
+        return self._finished and bool(self._stream.queue)
+
+    def start(self) -> None:
+        # Said only if the handler is silent for now: an item says it too.
+        self._started = True
+        if self._said:
+            self._connection.side.accept(self._stream)
+            self._connection.touch()
+
+    def acknowledge(self) -> None:
+        """The first steps were taken: tell the caller if they said nothing."""
+        if self._said or self._finished or self._gone is not None:
+            return
+        self._said = True
+        if self._started:
+            self._connection.side.accept(self._stream)
+        else:
+            self._connection.side.queued(self._stream)
+        self._connection.touch()
+
+    def item(self, annotated: bytes) -> None:
+        if self._gone:
+            return
+        if not self._said:
+            self._say(annotated)
+        connection = self._connection
+        connection.side.send(self._stream, ITEM, annotated)
+        connection.touch()
+
+    def _say(self, message: bytes) -> None:
+        """What acknowledges the request may not take long to arrive as a whole."""
+        self._said = True
+        if len(message) > CHUNK_BYTES:
+            self._connection.side.accept(self._stream)
+
+    def finish(self) -> None:
+        if not self._gone:
+            self._connection.side.finish(self._stream)
+            self._ended()
+
+    def fail(self, error: ErrorObject) -> None:
+        payload = encode_error(error)
+        if not self._said and not self._gone:
+            self._say(payload)
+        self._end_with(ERROR, payload)
+
+    def refuse(self, text: str, error: ErrorObject) -> None:
+        self._end_with(HANDLER_REFUSED, encode_handler_refusal(text, error))
+
+    def _end_with(self, kind: int, payload: bytes) -> None:
+        if not self._gone:
+            self._connection.side.end_with(self._stream, kind, payload)
+            self._ended()
+
+    def _ended(self) -> None:
+        self._let_go()
+        self._connection.touch()
+        if self._stream.queue and self.replies is not None:
+            self.replies.add(self)
+
+    def drop(self) -> None:
+        self._connection.side.reset(self._stream)
+        self._let_go()
+        self._connection.touch()
+
+    def _let_go(self) -> None:
+        """Nothing more is sent or told.  They hold us: no cycle is left behind."""
+        self._finished = True
+        self._events = self._input = None
+        if not self._stream.queue:
+            self._stream.owner = None
+
+    def abort(self) -> None:
+        """The worker closes; nobody waits for the rest to be read."""
+        self.drop()
+
+    # InputStream
+
+    def pause(self) -> None:
+        self._connection.side.withhold(self._stream)
+
+    def resume(self) -> None:
+        self._connection.side.release(self._stream)
+        self._connection.touch()
+
+    def close(self) -> None:
+        """No more input is wanted; the end of the answer tells the caller."""
+        self._input = None
+
+    # What the connection reports.
+
+    def on_input(self, body: bytes) -> None:
+        if self._input is None:
+            return
+        try:
+            value = decode_value(body, self._head.codec)
+        except RemoteProtocolError:
+            # As on the other lane: an unreadable value ends the call.
+            self._input.on_stop(killed=True)
+        else:
+            self._input.on_input(value, len(body))
+
+    def on_input_end(self) -> None:
+        if self._input is not None:
+            self._input.on_input_end()
+
+    def on_stop(self, *, killed: bool) -> None:
+        self._gone = killed
+        events = self._events or self._input
+        if killed:
+            self._let_go()
+        if events is not None:
+            events.on_stop(killed=killed)
+        self._forget_if_delivered()
+
+    def on_writable(self) -> None:
+        if self._events is not None:
+            self._events.on_writable()
+        self._forget_if_delivered()
+
+    def _forget_if_delivered(self) -> None:
+        if self._finished and not self._stream.queue:
+            self._stream.owner = None
+            if self.replies is not None:
+                self.replies.discard(self)
+
+
+def _trace_of(head: RequestHead) -> TraceContext | None:
+    if head.trace is None:
+        return None
+    names = (TRACEPARENT, TRACESTATE, X_REQUEST_ID)
+    pairs = zip(names, head.trace, strict=True)
+    return read_trace({name: value for name, value in pairs if value is not None})
+
+
+class DuplexWorkerConnection(DuplexConnection):
+    """The worker's end of a duplex connection."""
+
+    side: WorkerSide
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        config: RuntimeConfig,
+        server: DuplexServer,
+    ) -> None:
+        self.side = WorkerSide(Hello(max_message_bytes=config.max_message_bytes))
+        super().__init__(loop, config, self.side)
+        self._server = server
+        self._new: list[DuplexCall] = []
+        self._written: list[asyncio.Future[None]] = []
+
+    def go_away(self) -> None:
+        """Take no new calls on this connection."""
+        self.side.go_away()
+        self.touch()
+
+    async def written(self) -> None:
+        """Wait until all that was said has gone to the socket."""
+        self.flush()
+        self.pause_until_written()
+        while self.paused and self.is_open:
+            waiter = self._loop.create_future()
+            self._written.append(waiter)
+            await waiter
+
+    @override
+    def handle(self, events: list[Event]) -> None:
+        for kind, stream, payload in events:
+            if kind == REQUEST:
+                assert stream is not None
+                self._begin(stream, *payload)
+            elif stream is not None and stream.owner is not None:
+                self._tell(kind, stream.owner, payload)
+        if self._new:
+            # Behind the first steps of the handlers that were started just now.
+            self._loop.call_soon(self._acknowledge)
+
+    def _begin(
+        self, stream: Stream, head: RequestHead, body: bytes | memoryview
+    ) -> None:
+        taker = self._server.taker(head.path)
+        if taker is None:
+            self._refuse(stream, unknown_endpoint_text(head.path))
+            return
+        call = stream.owner = DuplexCall(self, stream, head, body)
+        text = taker.take_call(call)
+        if text:
+            stream.owner = None
+            self._refuse(stream, text)
+        else:
+            self._new.append(call)
+
+    def _refuse(self, stream: Stream, text: str) -> None:
+        if AckReceived(text).refusal == "overloaded":
+            refusal = Refusal(OVERLOADED, text, _RETRY_AFTER_MS)
+        else:
+            refusal = Refusal(UNAVAILABLE, text)
+        self.side.refuse(stream, refusal)
+
+    def _tell(self, kind: int, call: DuplexCall, payload: bytes) -> None:
+        if kind == INPUT:
+            call.on_input(payload)
+        elif kind == INPUT_END:
+            call.on_input_end()
+        elif kind in (STOP, KILL):
+            call.on_stop(killed=kind == KILL)
+        elif kind == WRITABLE:
+            call.on_writable()
+
+    def _acknowledge(self) -> None:
+        new, self._new = self._new, []
+        for call in new:
+            call.acknowledge()
+        self.flush()
+
+    @override
+    def writable(self) -> None:
+        for stream in list(self.side.streams.values()):
+            if stream.owner is not None:
+                stream.owner.on_writable()
+        self._wake()
+
+    def _wake(self) -> None:
+        written, self._written = self._written, []
+        for waiter in written:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    @override
+    def lost(self, error: Exception | None) -> None:
+        super().lost(error)
+        streams, self.side.streams = self.side.streams, {}
+        for stream in streams.values():
+            if stream.owner is not None:
+                stream.owner.on_stop(killed=True)
+        self._wake()
+        self._server.hung_up()
