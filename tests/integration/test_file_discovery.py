@@ -696,6 +696,7 @@ async def test_a_forked_child_is_refused_and_removes_nothing(store: Store) -> No
 # ------------------------------------------------------------------------- size
 
 
+@pytest.mark.slow
 async def test_twenty_thousand_records_are_read_in_two_seconds(store: Store) -> None:
     store.folder.mkdir(parents=True)
 

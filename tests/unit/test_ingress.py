@@ -866,6 +866,21 @@ async def test_a_stop_after_the_end_means_nothing(worker: Worker):
     assert call.reply.told == ["start", 1, "finish"]
 
 
+async def test_a_stop_that_comes_late_from_another_thread_accuses_nobody(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+):
+    """It was on its way while the call was refused."""
+    endpoint = worker.serve(lambda request: [request], close_timeout_s=0.01)
+    assert endpoint.offer(Call()) == ""
+    (run,) = endpoint._runs
+    await asyncio.wait_for(endpoint.idle(), LIMIT_S)
+    caplog.clear()
+    await asyncio.to_thread(run._on_context, False)
+    later = worker.loop.time() + 0.15
+    await until(lambda: worker.loop.time() > later)
+    assert caplog.records == []
+
+
 async def test_killed_while_the_caller_is_being_reached(worker: Worker):
     ran: list[str] = []
 

@@ -309,6 +309,8 @@ class _Run:
         on_loop(self._loop, self._stop)
 
     def _stop(self) -> None:
+        if self._task is not None and self._task.done():
+            return  # told in another thread, it comes after the end
         self.on_input_end()
         if not self._over:
             self._over = True
