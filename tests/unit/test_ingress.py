@@ -901,6 +901,30 @@ async def test_killed_while_the_caller_is_being_reached(worker: Worker):
     assert early.reply.told == later.reply.told == []
 
 
+@pytest.mark.parametrize("kind", ["single", "streamed"])
+async def test_a_request_that_came_with_its_stop_ends_at_both_sides(
+    worker: Worker, kind: str
+):
+    """On a lane where both may come in one read, the call knows before it is opened."""
+
+    class Stopped(Call):
+        async def open(self, events: Any) -> Reply:
+            reply = await super().open(events)
+            self.stop()
+            return reply
+
+    async def handler(request: Any):
+        raise AssertionError("nobody wants an answer")
+        yield
+
+    call = Stopped()
+    if kind == "streamed":
+        assert isinstance(call.request, IncomingRequest)
+        call.request.body = None
+    worker.serve(handler, streamed=kind == "streamed")
+    assert await worker.answer(call) == ["drop"]
+
+
 async def test_a_thousand_stops_at_all_moments_leave_nothing(worker: Worker):
     closed = 0
     opened = 0

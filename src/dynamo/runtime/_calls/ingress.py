@@ -403,7 +403,10 @@ class _Run:
                 error.facts.get("reason"),
             )
             return False
-        return True
+        if self._over:
+            # Stopped before there was a way back; the caller still waits for the end.
+            self._reply.drop()
+        return not self._over
 
     async def _answer_unreadable(self, error: RemoteProtocolError) -> None:
         """A request that makes no sense gets an error, not silence."""
