@@ -120,6 +120,19 @@ def pytest_asyncio_loop_factories() -> Mapping[
     return factories
 
 
+@pytest.fixture(params=["all", "callhome"])
+def each_lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The lanes of the runtimes that the test makes.
+
+    For tests of what holds on every lane; those that need one of them name it::
+
+        @pytest.mark.parametrize("each_lane", ["callhome"], indirect=True)
+    """
+    lanes: str = request.param
+    monkeypatch.setenv("DYN_RUNTIME_LANES", lanes)
+    return lanes
+
+
 # ------------------------------------------------------------------------- guards
 
 

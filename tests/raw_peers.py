@@ -83,9 +83,13 @@ def open_descriptors() -> int:
 def make_runtime(
     store: MemoryStore | None = None, **settings: Any
 ) -> DistributedRuntime:
-    """A runtime on the running loop, in a store that can be shared."""
+    """A runtime on the running loop, in a store that can be shared.
+
+    Nothing but the lanes comes from the environment.
+    """
+    lanes = {"DYN_RUNTIME_LANES": os.environ.get("DYN_RUNTIME_LANES", "all")}
     brief = {"drain_timeout_s": 0.5, "cancel_grace_s": 0.2, "close_timeout_s": 1.0}
-    config = dataclasses.replace(from_env({}, "mem", "tcp"), **(brief | settings))
+    config = dataclasses.replace(from_env(lanes, "mem", "tcp"), **(brief | settings))
     runtime = DistributedRuntime.__new__(DistributedRuntime)
     runtime._start(asyncio.get_running_loop(), config)
     if store is not None:

@@ -28,6 +28,7 @@ from served import Served, served
 
 from dynamo.runtime import Context, DistributedRuntime, errors
 from dynamo.runtime._discovery.memory import MemoryStore
+from dynamo.runtime._transports import IncomingCall
 from dynamo.runtime._wire.callhome import (
     MAX_CONTROL_BYTES,
     encode_request_frame,
@@ -307,6 +308,7 @@ async def test_a_draining_worker_refuses_retryably_and_says_that_it_drains() -> 
 EXACT = 1_000_000
 
 
+@pytest.mark.usefixtures("each_lane")
 async def test_a_request_of_exactly_the_limit_passes_and_one_byte_more_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -328,19 +330,20 @@ async def test_a_request_of_exactly_the_limit_passes_and_one_byte_more_is_refuse
         assert await pair.items(1) == [1]
 
 
+@pytest.mark.usefixtures("each_lane")
 async def test_a_request_over_the_default_limit_is_refused_before_it_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with served(echo) as pair:
-        server, _, _ = await pair.worker._core.request_server()
-        taker = server.taker
+        (life,) = pair.worker._core._served
+        offer = life._ingress.offer
         received: list[str] = []
 
-        def note(path: str) -> Any:
-            received.append(path)
-            return taker(path)
+        def note(call: IncomingCall) -> str:
+            received.append(call.path)
+            return offer(call)
 
-        monkeypatch.setattr(server, "taker", note)
+        monkeypatch.setattr(life._ingress, "offer", note)
         with pytest.raises(MessageTooLarge, match=r"limit 33554432: DYN_TCP_MAX"):
             await pair.call(bytes(33_554_432))
         assert received == []
@@ -348,6 +351,7 @@ async def test_a_request_over_the_default_limit_is_refused_before_it_is_sent(
         assert len(received) == 1
 
 
+@pytest.mark.usefixtures("each_lane")
 async def test_a_worker_that_allows_less_than_its_client_says_so_at_once() -> None:
     """A genuine client would wait for ever for such a call."""
     async with served(
@@ -360,7 +364,7 @@ async def test_a_worker_that_allows_less_than_its_client_says_so_at_once() -> No
         text = str(caught.value)
         assert text.startswith("InvalidRequest: Read error: message too large: 200")
         assert "(max: 100000 bytes)" in text
-        assert "DYN_TCP_MAX_MESSAGE_SIZE" in text
+        assert "DYN_TCP_MAX_MESSAGE_SIZE of the worker" in text
         assert not caught.value.retryable
         # The worker is not to blame: it is called again, on another connection.
         assert await within(pair.client.wait_for_instances(timeout=0))
@@ -371,6 +375,7 @@ async def test_a_worker_that_allows_less_than_its_client_says_so_at_once() -> No
 # ------------------------------------------------------------- metadata and headers
 
 
+@pytest.mark.usefixtures("each_lane")
 async def test_metadata_over_its_limit_is_refused_before_it_is_sent() -> None:
     async with served(echo) as pair:
         fits = Context("id", {"k": "v" * (MAX_CONTROL_BYTES - 1000)})
@@ -384,6 +389,8 @@ async def test_metadata_over_its_limit_is_refused_before_it_is_sent() -> None:
         assert await pair.items(1) == [1]
 
 
+@pytest.mark.parametrize("each_lane", ["callhome"], indirect=True)
+@pytest.mark.usefixtures("each_lane")
 async def test_headers_over_their_limit_are_refused_before_they_are_sent() -> None:
     """Only a trace that is passed on can be that long."""
     said: list[str] = []

@@ -54,6 +54,8 @@ async def turns(number: int) -> None:
 who: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
 
 
+@pytest.mark.parametrize("each_lane", ["callhome"], indirect=True)
+@pytest.mark.usefixtures("each_lane")
 async def test_a_reader_that_makes_room_lends_its_context_to_no_call_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

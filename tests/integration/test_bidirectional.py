@@ -42,6 +42,8 @@ BLOCK = bytes(64 * 1024)
 MANY_BLOCKS = 800
 HELD_BLOCKS = 300
 
+pytestmark = pytest.mark.usefixtures("each_lane")
+
 
 class Cluster:
     """Workers and clients that find each other; everything ends with the test."""
@@ -296,9 +298,11 @@ async def test_many_calls_whose_input_nobody_reads_leave_nothing(
     # The pool may have grown by a connection or two for calls made at once.
     await until(lambda: open_descriptors() <= before[0] + 40)
     await until(lambda: len(asyncio.all_tasks()) <= before[1])
-    listener = client._home.lane.callhome.listener  # type: ignore[attr-defined]
-    await until(lambda: not listener.connections)
-    assert listener._waiting == {}
+    lane = client._home.lane  # type: ignore[attr-defined]
+    await until(lambda: not lane.callhome.listener.connections)
+    assert lane.callhome.listener._waiting == {}
+    links = lane.duplex._links.values()
+    await until(lambda: all(one.idle for link in links for one in link._connections))
 
 
 # --------------------------------------------------------------------- the end of input
@@ -416,13 +420,13 @@ async def test_a_handler_that_ignores_its_input_does_not_hold_the_caller(
     """HG-14."""
 
     async def deaf(requests: Any) -> AsyncIterator[str]:
+        await until(lambda: source.taken)
         yield "done"
 
     source = Source(*[bytes(1024)] * 10_000)
     client = await cluster.pair(deaf)
     assert await called(client, source) == ["done"]
-    # Of a handler that ends at once nobody may have asked for input at all.
-    await until(lambda: source.closed.is_set() or not source.taken)
+    await within(source.closed.wait())
 
 
 async def test_a_handler_that_returns_while_the_source_is_held_closes_it(

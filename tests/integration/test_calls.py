@@ -61,6 +61,8 @@ PATH = "ns.comp.gen"
 LIMIT_S = 5.0
 PROMISE_S = 0.1
 
+pytestmark = pytest.mark.usefixtures("each_lane")
+
 
 class Cluster:
     """Runtimes of one store, all shut down at the end."""
@@ -370,6 +372,7 @@ async def test_a_context_stopped_before_the_call_sends_nothing(cluster: Cluster)
     context.stop_generating()
     assert await call(client, context=context) == []
     assert client._home.lane.callhome._pools._pools == {}
+    assert client._home.lane.duplex._links == {}
     assert silent.started == 0
 
 
@@ -478,15 +481,17 @@ async def test_a_thousand_calls_cancelled_at_random_leave_nothing(cluster: Clust
     gc.collect()
     await until(lambda: silent.running == 0 and worker.in_flight == 0)
     await until(lambda: loads(client) == {})
-    lane = client._home.lane.callhome
-    await until(lambda: not lane.listener.connections)
+    lane = client._home.lane
+    await until(lambda: not lane.callhome.listener.connections)
+    links = lane.duplex._links.values()
+    await until(lambda: all(one.idle for link in links for one in link._connections))
     await until(lambda: asyncio.all_tasks() <= base | {asyncio.current_task()})
     admission = worker.runtime._core.admission
     assert (admission._running, admission._reserved) == (0, 0)
     assert not admission._waiting
     assert await client.wait_for_instances(timeout=0) == [worker.instance_id]
     # Calls stopped before they called home are remembered a while for that.
-    assert len(lane.listener._waiting) < 1000
+    assert len(lane.callhome.listener._waiting) < 1000
 
 
 async def test_stopping_a_queued_call_ends_it_at_once(cluster: Cluster):
@@ -920,7 +925,9 @@ async def test_a_lost_worker_breaks_its_streams_and_is_withdrawn(cluster: Cluste
     client = await cluster.client()
     stream = await client.round_robin(1, annotated=False)
     assert await anext(stream) == 1
-    client._home.lane.abort()
+    lane = client._home.lane
+    lane.duplex.abort()
+    lane.callhome.listener.abort()
     with pytest.raises(StreamBroken) as caught:
         await anext(stream)
     assert str(caught.value) == "Unavailable: Stream ended before generation completed"
