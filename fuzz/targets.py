@@ -212,7 +212,14 @@ def named(side: duplex.ClientSide | duplex.WorkerSide, events: list[Any]) -> lis
         known = side.streams.get(stream.id) is stream or not stream.id
         require(known, "something waits on a stream that is gone", stream.id)
     require(len(side.streams) <= side.last_id, "more streams than ids", side.last_id)
-    return [(kind, stream and stream.id, said) for kind, stream, said in events]
+    each: list[Any] = []
+    for kind, stream, said in events:
+        if kind == duplex_frames.ITEM:
+            stream.items = None
+            each += [(kind, stream.id, body) for body in said]
+        else:
+            each.append((kind, stream and stream.id, said))
+    return each
 
 
 class Worker(duplex.WorkerSide):

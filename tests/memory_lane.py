@@ -47,7 +47,7 @@ class Opened:
         self.done.append("close")
 
     def item(self, data: object = None, size_bytes: int = 1) -> None:
-        self.events.on_item(AnnotatedItem(data=data), size_bytes)
+        self.events.on_items([AnnotatedItem(data=data)], size_bytes)
 
     def fail(self, error: BaseException) -> None:
         self.events.on_failed(error_of_exception(error))

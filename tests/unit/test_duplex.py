@@ -101,14 +101,14 @@ class Pair:
 
     def move(self) -> None:
         while self.client.out or self.worker.out:
-            self.at_worker += self._feed(self.worker, taken(self.client))
-            self.at_client += self._feed(self.client, taken(self.worker))
+            self.at_worker += self.feed(self.worker, taken(self.client))
+            self.at_client += self.feed(self.client, taken(self.worker))
 
-    def _feed(self, side: ClientSide | WorkerSide, data: bytes) -> list[Any]:
+    def feed(self, side: ClientSide | WorkerSide, data: bytes) -> list[Any]:
         events: list[Any] = []
         while data:
             size = self._pieces.randint(1, 200) if self._pieces else len(data)
-            events += side.feed(data[:size])
+            events += one_by_one(side.feed(data[:size]))
             data = data[size:]
         return events
 
@@ -131,6 +131,19 @@ class Pair:
         events = [(kind, payload) for kind, _, payload in self.at_worker]
         self.at_worker.clear()
         return events
+
+
+def one_by_one(events: list[Any]) -> list[Any]:
+    """The events with one for each item; takes them, as whoever handles them must."""
+    each: list[Any] = []
+    for kind, stream, payload in events:
+        if kind == ITEM:
+            assert stream.items is payload
+            stream.items = None
+            each += [(ITEM, stream, body) for body in payload]
+        else:
+            each.append((kind, stream, payload))
+    return each
 
 
 def fed(side: ClientSide | WorkerSide, data: bytes) -> list[Any]:
@@ -213,7 +226,7 @@ def test_a_call_is_answered_and_its_end_rides_on_the_last_item() -> None:
     pair.worker.finish(there)
     data = taken(pair.worker)
     assert frames_in(data) == [(ITEM, 1, b"one"), (ITEM_END, 1, b"two")]
-    pair.at_client += pair.client.feed(data)
+    pair.at_client += pair.feed(pair.client, data)
     assert pair.client_events() == [
         (STARTED, None),
         (ITEM, b"one"),
@@ -222,6 +235,20 @@ def test_a_call_is_answered_and_its_end_rides_on_the_last_item() -> None:
     ]
     assert not pair.client.streams
     assert not pair.worker.streams
+
+
+def test_items_of_one_read_are_one_event_for_each_stream() -> None:
+    pair = Pair()
+    (_, first), (_, second) = pair.call(), pair.call()
+    for there, body in ((first, b"1"), (second, b"2"), (first, b"3"), (second, b"4")):
+        pair.worker.send(there, ITEM, body)
+    events = pair.client.feed(taken(pair.worker))
+    assert [(kind, stream.id, said) for kind, stream, said in events] == [
+        (STARTED, 1, None),
+        (ITEM, 1, [b"1", b"3"]),
+        (STARTED, 2, None),
+        (ITEM, 2, [b"2", b"4"]),
+    ]
 
 
 def test_the_end_goes_alone_when_the_last_item_has_left() -> None:
@@ -337,9 +364,9 @@ def test_kill_ends_both_sides_at_once_and_what_still_comes_is_ignored() -> None:
     here, there = pair.call()
     pair.client.kill(here)
     for kind in (ACCEPT, QUEUED, END, RESET):
-        pair.at_client += pair.client.feed(encode_frame(kind, there.id))
+        pair.at_client += pair.feed(pair.client, encode_frame(kind, there.id))
     refused = encode_frame(REFUSED, there.id, encode_refusal(Refusal(1, "")))
-    pair.at_client += pair.client.feed(refused)
+    pair.at_client += pair.feed(pair.client, refused)
     pair.worker.send(there, ITEM, b"too late")
     assert pair.worker_events() == [(KILL, None)]
     assert pair.client_events() == []
@@ -381,7 +408,7 @@ def test_a_large_message_comes_in_parts_and_lets_others_pass() -> None:
     first = taken(pair.worker)
     assert (ITEM, 2, b"quick") in frames_in(first)
     assert len(first) < 400_000
-    pair.at_client += pair.client.feed(first)
+    pair.at_client += pair.feed(pair.client, first)
     pair.move()
     items = {stream.id: body for kind, stream, body in pair.at_client if kind == ITEM}
     assert items == {1: body, 2: b"quick"}
@@ -567,7 +594,7 @@ def test_calls_that_wait_for_credit_go_elsewhere_too() -> None:
     pair = Pair(worker=Hello(connection_credit=100))
     pair.client.open(request(bytes(200)))
     waiting = pair.client.open(request())
-    pair.at_client += pair.client.feed(encode_frame(GOAWAY, 0, encode_number(1)))
+    pair.at_client += pair.feed(pair.client, encode_frame(GOAWAY, 0, encode_number(1)))
     assert [(kind, stream) for kind, stream, _ in pair.at_client] == [
         (REFUSED, waiting)
     ]
@@ -706,8 +733,8 @@ def test_a_frame_over_the_limit_breaks_the_protocol_at_once() -> None:
 
 def test_types_of_later_versions_are_skipped() -> None:
     pair = started()
-    pair.at_client += pair.client.feed(encode_frame(0x80, 77, b"whatever"))
-    pair.at_client += pair.client.feed(encode_frame(ITEM, 1, b"y"))
+    pair.at_client += pair.feed(pair.client, encode_frame(0x80, 77, b"whatever"))
+    pair.at_client += pair.feed(pair.client, encode_frame(ITEM, 1, b"y"))
     assert pair.client_events()[-1] == (ITEM, b"y")
 
 

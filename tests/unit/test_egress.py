@@ -135,7 +135,7 @@ async def test_items_are_delivered_and_the_call_is_counted_until_its_end(world: 
 
 async def test_annotated_items_come_with_their_envelope_also_without_data(world: World):
     stream, opened = await world.stream(annotated=True)
-    opened.events.on_item(AnnotatedItem(event="e"), 1)
+    opened.events.on_items([AnnotatedItem(event="e")], 1)
     opened.events.on_ended()
     (item,) = await read(stream)
     assert type(item) is Annotated
@@ -509,9 +509,9 @@ async def test_a_reading_task_that_ends_otherwise_changes_nothing(world: World):
         assert item == "still"
         break
     assert opened.done == []
-    assert stream._core._readers == {asyncio.current_task()}
+    assert stream._core._readers == [asyncio.current_task()]
     opened.events.on_ended()
-    assert stream._core._readers == set()
+    assert stream._core._readers == []
 
 
 async def test_a_call_cancelled_while_connecting_is_not_counted(world: World):

@@ -46,8 +46,9 @@ class Reply:
     def refuse(self, text: str, error: ErrorObject) -> None:
         self.told.append(("refuse", text, error.error_class))
 
-    def item(self, annotated: bytes) -> None:
+    def item(self, annotated: bytes) -> bool:
         self.told.append(msgspec.msgpack.decode(annotated).get("data"))
+        return self.paused
 
     def fail(self, error: ErrorObject) -> None:
         self.told += [f"{error.error_class}: {error.diagnostic}", "finish"]

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from dynamo.runtime._calls import inbox
 from dynamo.runtime._calls.inbox import Inbox, on_loop
 from dynamo.runtime._calls.streams import (
     Annotated,
@@ -323,27 +322,42 @@ async def test_end_lost_in_a_cancelled_wait_is_still_the_end(home: Home):
 # ------------------------------------------------------------------ full and low marks
 
 
-async def test_full_is_said_once_and_low_once(home: Home):
+async def test_full_is_said_once_and_room_when_reading_begins_anew(home: Home):
     home.put(*range(63))
     assert home.marks == []
     home.put(63, 64, 65)
     assert home.marks == [True]
-    for _ in range(49):
-        await home.read()
-    assert home.marks == [True]
     await home.read()
     assert home.marks == [True, False]
+    home.put(*range(66, 130))
+    assert home.marks == [True, False, True]
+    assert [await home.read() for _ in range(65)] == [*range(1, 66)]
+    assert home.marks == [True, False, True]
+    assert await home.read() == 66
+    assert home.marks == [True, False, True, False]
 
 
 async def test_a_few_large_items_fill_it_too(home: Home):
     home.put("a", "b", size_bytes=600_000)
     assert home.marks == [True]
     await home.read()
-    assert home.marks == [True]
-    await home.read()
     assert home.marks == [True, False]
     home.put("c", size_bytes=600_000)
     assert home.marks == [True, False]
+    home.put("d", size_bytes=600_000)
+    assert home.marks == [True, False, True]
+
+
+async def test_items_that_come_together_go_to_those_who_wait_and_the_rest_stays(
+    home: Home,
+):
+    readers = [asyncio.create_task(home.read()) for _ in range(2)]
+    await asyncio.sleep(0)
+    home.inbox.put_all(["a", "b", "c", "d"], 4)
+    assert await asyncio.gather(*readers) == ["a", "b"]
+    home.inbox.put_all(["e"], 1)
+    home.inbox.end(None)
+    assert await home.rest() == ["c", "d", "e"]
 
 
 # ------------------------------------------------------------------ other loops
@@ -506,8 +520,9 @@ class Core:
         self.cancelled = 0
         self.drops = 0
 
-    def step(self) -> asyncio.Future[Any]:
-        return self.inbox.step()
+    def step(self, stream: AsyncResponseStream) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        return self.inbox.next(loop, asyncio.current_task(loop), stream)
 
     def cancel(self) -> None:
         self.cancelled += 1
@@ -664,7 +679,3 @@ def test_annotated_is_compared_by_identity_and_not_copied():
     for attempt in (copy.copy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot copy or pickle"):
             attempt(Annotated(1))
-
-
-def test_marks_are_far_enough_apart():
-    assert 0 < inbox._LOW_ITEMS < inbox._FULL_ITEMS

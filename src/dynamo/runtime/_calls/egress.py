@@ -155,7 +155,9 @@ class OutgoingCall:
         self._leaving: asyncio.TimerHandle | None = None
         self._tried: frozenset[int] = frozenset()
         self._attempts = 0
-        self._readers: set[asyncio.Task[Any]] = set()
+        # Of the tasks that have read, the latest.
+        self._reader: asyncio.Task[Any] | None = None
+        self._readers: list[asyncio.Task[Any]] = []
         self._counted: int | None = None
         self._stop_timer: asyncio.TimerHandle | None = None
         self._streaming = False
@@ -385,11 +387,12 @@ class OutgoingCall:
             self._selection.withdraw(self._record.instance_id)
         self._not_taken(error)
 
-    def on_item(self, item: AnnotatedItem, size_bytes: int) -> None:
+    def on_items(self, items: list[AnnotatedItem], size_bytes: int) -> None:
         if self._annotated:
-            self._inbox.put(Annotated._of(item), size_bytes)
-        elif item.data is not None:
-            self._inbox.put(item.data, size_bytes)
+            self._inbox.put_all([Annotated._of(item) for item in items], size_bytes)
+        else:
+            data = [item.data for item in items if item.data is not None]
+            self._inbox.put_all(data, size_bytes)
 
     def on_failed(self, error: ErrorObject) -> None:
         if inhibits(error) and self.instance_id is not None:
@@ -441,7 +444,8 @@ class OutgoingCall:
             self._stop_timer.cancel()
         if self._context is not None:
             self._context.unsubscribe(self._on_context)
-        readers, self._readers = self._readers, set()
+        self._reader = None
+        readers, self._readers = self._readers, []
         for reader in readers:
             reader.remove_done_callback(self._on_reader_done)
 
@@ -501,17 +505,24 @@ class OutgoingCall:
 
     # Reading.
 
-    def step(self) -> asyncio.Future[Any]:
+    def step(self, stream: AsyncResponseStream) -> asyncio.Future[Any]:
         """The next item; remembers who reads, for `_on_reader_done`."""
-        if not self._over:
-            reader = asyncio.current_task()
-            if reader is not None and reader not in self._readers:
-                self._readers.add(reader)
-                reader.add_done_callback(self._on_reader_done)
-        return self._inbox.step()
+        loop = asyncio.get_running_loop()
+        reader = asyncio.current_task(loop)
+        if reader is not self._reader and not self._over:
+            self._note_reader(reader)
+        return self._inbox.next(loop, reader, stream)
+
+    def _note_reader(self, reader: asyncio.Task[Any] | None) -> None:
+        self._reader = reader
+        if reader is not None and reader not in self._readers:
+            self._readers.append(reader)
+            reader.add_done_callback(self._on_reader_done)
 
     def _on_reader_done(self, reader: asyncio.Task[Any]) -> None:
-        self._readers.discard(reader)
+        self._reader = None
+        if reader in self._readers:
+            self._readers.remove(reader)
         if reader.cancelled():
             self.cancel()
 

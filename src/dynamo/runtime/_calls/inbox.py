@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from dynamo.runtime._sealed import override
@@ -17,11 +16,9 @@ from dynamo.runtime.errors import RuntimeClosed
 
 T = TypeVar("T")
 
-# Beyond this the lane is asked to pause, below the lower mark to go on.  Bytes are
-# counted as they came; the count starts anew whenever everything was read.
+# When so much has arrived and no reader has begun with it, the lane is asked to pause.
 _FULL_ITEMS = 64
 _FULL_BYTES = 1024 * 1024
-_LOW_ITEMS = 16
 
 
 def on_loop(
@@ -59,42 +56,44 @@ class Step(asyncio.Future[Any]):
     """A wait for the next item that loses none when the waiting task is cancelled.
 
     The task may be cancelled in the very turn in which the item arrived: the future is
-    done, yet the task never sees the result.  Then the item goes back.
+    done, yet the task never sees the result.  Then the item goes back.  Whoever cancels
+    a task asks what it waits for, so that this is known here, without a coroutine of
+    our own around every wait.
 
-    While it waits it keeps the stream: ``await make_stream().__anext__()`` has no other
-    reference to it.
+    Attributes:
+        reader: The task that asked.
+        stream: What it reads, kept while it waits: ``await make_stream().__anext__()``
+            has no other reference to it.
+        number: The place of its item among all that were handed over.
     """
 
-    inbox: Inbox
-    stream: object = None
-    # The place of its item among all that were handed over.
-    number = 0
+    __slots__ = ("inbox", "number", "reader", "stream")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        inbox: Inbox,
+        reader: asyncio.Task[Any] | None,
+        stream: object,
+    ) -> None:
+        super().__init__(loop=loop)
+        self.inbox = inbox
+        self.reader = reader
+        self.stream = stream
+        self.number = 0
 
     @override
     def cancel(self, msg: Any | None = None) -> bool:
         self.stream = None
-        cancelled = super().cancel(msg)
-        if cancelled:
+        if super().cancel(msg):
             self._gave_up()
-        return cancelled
+            return True
+        if not self.cancelled() and getattr(self.reader, "_fut_waiter", None) is self:
+            self.inbox.take_back(self)
+        return False
 
     def _gave_up(self) -> None:
         self.inbox.gave_up()
-
-    @override
-    def __await__(self) -> Generator[Any, None, Any]:
-        try:
-            return (yield from super().__await__())
-        except asyncio.CancelledError:
-            if self.done() and not self.cancelled():
-                self.inbox.take_back(self)
-            raise
-        finally:
-            # An error that is raised here has this frame in its traceback, and is held
-            # by the future: no cycle is left behind.
-            del self
-
-    __iter__ = __await__
 
 
 class _FarStep(Step):
@@ -112,8 +111,8 @@ class _FarStep(Step):
 class Inbox:
     """Items that arrived and were not read yet, or readers that wait for some.
 
-    Everything but `step` and `take_back` belongs to the home loop.  Each item goes to
-    one reader.
+    Everything but `step`, `next` and `take_back` belongs to the home loop.  Each item
+    goes to one reader.
     """
 
     __slots__ = (
@@ -126,6 +125,7 @@ class Inbox:
         "_handed",
         "_items",
         "_on_full",
+        "_reading",
         "_returned",
         "_waiters",
         "home",
@@ -136,12 +136,14 @@ class Inbox:
     ) -> None:
         self.home = home
         self._on_full = on_full
-        self._items: deque[Any] = deque()
+        # What arrived, and what a reader has taken of it at one go, the latest first.
+        self._items: list[Any] = []
+        self._reading: list[Any] = []
         self._bytes = 0
         # Items whose readers never saw them, older than the others, by number.
         self._returned: list[tuple[int, Any]] = []
         self._handed = 0
-        self._waiters: deque[Step] = deque()
+        self._waiters: list[Step] = []
         # How many of the waiters gave up.
         self._dead = 0
         self._ended = False
@@ -155,13 +157,17 @@ class Inbox:
 
     def put(self, item: object, size_bytes: int) -> None:
         """Hand an item to the first reader that still waits, or keep it."""
+        self.put_all([item], size_bytes)
+
+    def put_all(self, items: list[Any], size_bytes: int) -> None:
+        """The same with items that came together."""
         if self._ended:
             return
         if self._waiters:
-            self._handed += 1
-            if self._hand(self._handed, item):
+            items = self._hand_all(items)
+            if not items:
                 return
-        self._items.append(item)
+        self._items += items
         self._bytes += size_bytes
         if not self._full and (
             len(self._items) >= _FULL_ITEMS or self._bytes >= _FULL_BYTES
@@ -169,9 +175,17 @@ class Inbox:
             self._full = True
             self._on_full(True)
 
+    def _hand_all(self, items: list[Any]) -> list[Any]:
+        """Hand out as many as there are readers; what is left."""
+        for at, item in enumerate(items):
+            self._handed += 1
+            if not self._hand(self._handed, item):
+                return items[at:]
+        return []
+
     def _hand(self, number: int, item: object) -> bool:
         while self._waiters:
-            waiter = self._waiters.popleft()
+            waiter = self._waiters.pop(0)
             if not waiter.done():
                 waiter.number = number
                 waiter.set_result(item)
@@ -185,6 +199,7 @@ class Inbox:
         if discard:
             self._discarded = True
             self._items.clear()
+            self._reading.clear()
             self._returned.clear()
         if self._ended:
             return
@@ -193,7 +208,7 @@ class Inbox:
         if discard or not self._full:
             # Whoever is told usually owns us: no cycle is left behind.
             self._on_full = _tell_nobody
-        waiters, self._waiters = self._waiters, deque()
+        waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
                 _fail_waiting(waiter, self._next_end())
@@ -209,39 +224,52 @@ class Inbox:
             RuntimeError: no loop is running.
         """
         loop = asyncio.get_running_loop()
+        return self.next(loop, asyncio.current_task(loop), None)
+
+    def next(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        reader: asyncio.Task[Any] | None,
+        stream: object,
+    ) -> asyncio.Future[Any]:
+        """The same for who knows what loop is running, who reads, and of what."""
         if loop is not self.home:
-            return self._step_elsewhere(loop)
+            return self._step_elsewhere(loop, reader, stream)
         if self._returned:
             return _done(loop, self._returned.pop(0)[1])
-        if self._items:
-            future = _done(loop, self._items.popleft())
-            self._made_room()
+        if self._reading or self._take_all():
+            future: asyncio.Future[Any] = loop.create_future()
+            future.set_result(self._reading.pop())
             return future
         if self._ended:
             return _fail(loop.create_future(), self._next_end())
-        waiter = Step(loop=loop)
-        waiter.inbox = self
+        waiter = Step(loop, self, reader, stream)
         self._waiters.append(waiter)
         return waiter
 
-    def _made_room(self) -> None:
-        if not self._items:
-            self._bytes = 0
-        if (
-            self._full
-            and len(self._items) <= _LOW_ITEMS
-            and not self._bytes >= _FULL_BYTES
-        ):
+    def _take_all(self) -> bool:
+        """Begin with what arrived meanwhile; whether there is any.
+
+        One item after the other from a list that does not change costs least.
+        """
+        items = self._items
+        if not items:
+            return False
+        items.reverse()
+        self._items, self._reading = self._reading, items
+        self._bytes = 0
+        if self._full:
             self._full = False
             self._on_full(False)
             if self._ended:
                 self._on_full = _tell_nobody
+        return True
 
     def gave_up(self) -> None:
         """A waiter was cancelled: clear them away before they are the majority."""
         self._dead += 1
         if 2 * self._dead > len(self._waiters):
-            self._waiters = deque(one for one in self._waiters if not one.done())
+            self._waiters = [one for one in self._waiters if not one.done()]
             self._dead = 0
 
     def take_back(self, step: Step) -> None:
@@ -262,10 +290,14 @@ class Inbox:
 
     # Readers in other loops.
 
-    def _step_elsewhere(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Any]:
+    def _step_elsewhere(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        reader: asyncio.Task[Any] | None,
+        stream: object,
+    ) -> asyncio.Future[Any]:
         """Ask at home, bring the answer here."""
-        far = _FarStep(loop=loop)
-        far.inbox = self
+        far = _FarStep(loop, self, reader, stream)
         try:
             self.home.call_soon_threadsafe(self._ask, far)
         except RuntimeError:

@@ -462,6 +462,8 @@ class _Run:
         unseen_bytes = 0
         told = False
         silent = True
+        codec = self._codec
+        encode = self._refuse_yielded if self._endpoint.handler.pushes else encode_item
         try:
             async for value in iterator:
                 if self._over:
@@ -471,11 +473,10 @@ class _Run:
                     # looks at its context can end by itself.
                     told = True
                     continue
-                body = self._item_of(value)
+                body = encode(codec, value)
                 if silent:
                     silent = self._note_first_token(value)
-                reply.item(body)
-                if reply.paused:
+                if reply.item(body):
                     await self._until_writable(reply)
                 unseen_bytes += len(body) + _FRAME_BYTES
                 if unseen_bytes >= _GIVE_WAY_BYTES:
@@ -496,13 +497,11 @@ class _Run:
             self._state.first_token()
         return not self._state.has_first_token
 
-    def _item_of(self, value: object) -> bytes:
-        if self._endpoint.handler.pushes:
-            name = self._endpoint.handler.name
-            text = f"critical error: push-mode handler yielded: {name} has a parameter "
-            text += "response_sender, so it sends through that and yields nothing"
-            raise ItemError(error_of_envelope(None, [text]))
-        return encode_item(self._codec, value)
+    def _refuse_yielded(self, codec: str, value: object) -> bytes:
+        name = self._endpoint.handler.name
+        text = f"critical error: push-mode handler yielded: {name} has a parameter "
+        text += "response_sender, so it sends through that and yields nothing"
+        raise ItemError(error_of_envelope(None, [text]))
 
     def _log_unsendable(self, error: ItemError) -> None:
         _log.error(

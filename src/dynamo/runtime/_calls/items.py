@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._calls.streams import Annotated
 from dynamo.runtime._wire.faults import error_of_envelope, error_of_unsendable
-from dynamo.runtime._wire.payload import encode_annotated
+from dynamo.runtime._wire.payload import encode_annotated, encode_data
 
 if TYPE_CHECKING:
     from dynamo.runtime._wire.faults import ErrorObject
@@ -39,11 +39,12 @@ def encode_item(codec: str, value: object) -> bytes:
         ItemError: it cannot be sent, is no valid envelope, or spells out an error.
     """
     try:
-        if type(value) is Annotated:
+        if isinstance(value, dict):
+            if value.get(_MARK):
+                return _encode_envelope(codec, value)
+        elif type(value) is Annotated:
             return _encode_received(codec, value)
-        if isinstance(value, dict) and value.get(_MARK):
-            return _encode_envelope(codec, value)
-        return encode_annotated(codec, value)
+        return encode_data(codec, value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ItemError(error_of_unsendable(str(error), codec)) from error
 

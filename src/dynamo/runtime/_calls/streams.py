@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from dynamo.runtime._calls.inbox import Inbox, Step
 from dynamo.runtime._sealed import Sealed, Unconstructible, override
 from dynamo.runtime._wire.payload import AnnotatedItem
 
 if TYPE_CHECKING:
     import asyncio
     from types import TracebackType
+
+    from dynamo.runtime._calls.inbox import Inbox
+
+
+class _Given(AnnotatedItem, gc=False):
+    """An item made by the user, who may have said that its data is None."""
 
 
 @final
@@ -31,17 +36,15 @@ class Annotated(Sealed):
         ({'token': 5}, None, False)
     """
 
-    __slots__ = ("_has_data", "_item")
+    __slots__ = ("_item",)
 
     def __init__(self, data: object) -> None:
-        self._item = AnnotatedItem(data=data)
-        self._has_data = True
+        self._item: AnnotatedItem = _Given(data=data)
 
     @classmethod
     def _of(cls, item: AnnotatedItem) -> Annotated:
         self = cls.__new__(cls)
         self._item = item
-        self._has_data = item.data is not None
         return self
 
     def data(self) -> Any:
@@ -66,7 +69,7 @@ class Annotated(Sealed):
 
     @override
     def __repr__(self) -> str:
-        if not self._has_data:
+        if self._item.data is None and type(self._item) is not _Given:
             data = "<no_data>"
         else:
             try:
@@ -86,7 +89,7 @@ class StreamCore(Protocol):
     @property
     def instance_id(self) -> int | None: ...
 
-    def step(self) -> asyncio.Future[Any]: ...
+    def step(self, stream: AsyncResponseStream) -> asyncio.Future[Any]: ...
 
     def cancel(self) -> None: ...
 
@@ -127,10 +130,7 @@ class AsyncResponseStream(Unconstructible):
         return self
 
     def __anext__(self) -> asyncio.Future[Any]:
-        step = self._core.step()
-        if isinstance(step, Step) and not step.done():
-            step.stream = self
-        return step
+        return self._core.step(self)
 
     def cancel(self) -> None:
         """Cancel the call now.  Items that were not read are lost.  Any thread."""

@@ -87,8 +87,8 @@ class CallEvents(Protocol):
     def on_refused(self, error: Exception, *, inhibits: bool) -> None:
         """There will be no stream.  The last event."""
 
-    def on_item(self, item: AnnotatedItem, size_bytes: int) -> None:
-        """One item."""
+    def on_items(self, items: list[AnnotatedItem], size_bytes: int) -> None:
+        """One or more items; together they had so many bytes."""
 
     def on_failed(self, error: ErrorObject) -> None:
         """The handler failed.  The last event."""
@@ -180,8 +180,8 @@ class ReplyStream(Protocol):
     def refuse(self, text: str, error: ErrorObject) -> None:
         """The handler cannot run.  Ends the stream."""
 
-    def item(self, annotated: bytes) -> None:
-        """One encoded annotated map."""
+    def item(self, annotated: bytes) -> bool:
+        """One encoded annotated map; returns whether the stream is ``paused`` now."""
 
     def fail(self, error: ErrorObject) -> None:
         """The handler failed.  Ends the stream."""

@@ -250,7 +250,7 @@ class _Call:
             self.kill()
             self._events.on_lost("Stream ended before generation completed")
         else:
-            self._events.on_item(event, size_bytes)  # type: ignore[arg-type]
+            self._events.on_items([event], size_bytes)  # type: ignore[list-item]
             if self._receiver.complete:
                 # The final mark came with an item: there is nothing to wait for.
                 self.close()

@@ -270,8 +270,9 @@ class ReplyConnection(Connection):
         self.send(encode_prologue(text, error))
         self._end()
 
-    def item(self, annotated: bytes) -> None:
+    def item(self, annotated: bytes) -> bool:
         self.send(encode_item_frame(annotated, self._codec))
+        return self.paused
 
     def fail(self, error: ErrorObject) -> None:
         self.item(

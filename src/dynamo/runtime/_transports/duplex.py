@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("dynamo.runtime.duplex")
 
 # Header and payload of 16 frames do not wait for the end of the turn of the loop: the
-# peer can work while we go on.
+# peer can work while we go on.  It has the more to do the more it was sent: each further
+# write of the turn waits for twice as much, within a limit.
 _EARLY_PIECES = 32
+_MOST_PIECES = 1024
 # A peer that makes us say so much and reads nothing of it.
 _MAX_UNREAD_BYTES = 32 * 1024 * 1024
 # A loop that is late by more than this share of the interval has not read its sockets.
@@ -47,6 +49,8 @@ class DuplexConnection(Connection):
         """Why we gave the connection up, for those who ask."""
         self._config = config
         self._duplex = side
+        self.flush_at = 0
+        """`touch` has nothing to do before so many pieces wait."""
         self._heard_at = loop.time()
         self._pulse: asyncio.TimerHandle | None = None
         self._pulse_at = 0.0
@@ -63,11 +67,17 @@ class DuplexConnection(Connection):
 
     def touch(self) -> None:
         """Something is there to be sent, at the end of this turn at the latest."""
-        if not self._flush_due:
-            self._flush_due = True
+        if not self.flush_at:
+            self.flush_at = _EARLY_PIECES
             self._loop.call_soon(self._flush_at_end_of_turn)
-        elif len(self._duplex.out) >= _EARLY_PIECES:
+        elif len(self._duplex.out) >= self.flush_at:
+            self.flush_at = min(2 * self.flush_at, _MOST_PIECES)
             self.flush()
+
+    @override
+    def _flush_at_end_of_turn(self) -> None:
+        self.flush_at = 0
+        self.flush()
 
     @override
     def flush(self) -> None:

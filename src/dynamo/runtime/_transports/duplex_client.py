@@ -43,7 +43,12 @@ from dynamo.runtime._wire.faults import (
     exception_of_prologue,
     settled,
 )
-from dynamo.runtime._wire.payload import decode_annotated, encode_value
+from dynamo.runtime._wire.payload import (
+    UNREADABLE,
+    annotated_decoder,
+    decode_annotated,
+    encode_value,
+)
 from dynamo.runtime.errors import (
     CallError,
     CallTimeout,
@@ -81,8 +86,8 @@ class _Call:
 
     __slots__ = (
         "_acknowledged",
-        "_codec",
         "_connection",
+        "_decode",
         "_events",
         "_over",
         "_record",
@@ -101,7 +106,7 @@ class _Call:
     ) -> None:
         self._connection = connection
         self._record = record
-        self._codec = record.codec
+        self._decode = annotated_decoder(record.codec)
         self._events = events
         self._streamed = streamed
         self._acknowledged = False
@@ -155,16 +160,26 @@ class _Call:
 
     # What the connection reports.
 
-    def on_item(self, body: bytes | bytearray) -> None:
-        if self._over:
-            return
+    def on_items(self, bodies: list[bytes | bytearray]) -> None:
+        self._stream.items = None
+        decode = self._decode
         try:
-            item = decode_annotated(body, self._codec)
-        except RemoteProtocolError as error:
-            self.close()
-            self._events.on_failed(error_of_unreadable(str(error)))
+            items = [decode(body) for body in bodies]
+        except UNREADABLE:
+            self._on_unreadable(bodies)
         else:
-            self._events.on_item(item, len(body))
+            self._events.on_items(items, sum(map(len, bodies)))
+
+    def _on_unreadable(self, bodies: list[bytes | bytearray]) -> None:
+        """Those before the one that cannot be read still count."""
+        for body in bodies:
+            try:
+                item = decode_annotated(body, self._record.codec)
+            except RemoteProtocolError as error:
+                self.close()
+                self._events.on_failed(error_of_unreadable(str(error)))
+                return
+            self._events.on_items([item], len(body))
 
     def on_event(self, kind: int, payload: Any) -> None:
         """Everything but an item."""
@@ -396,7 +411,7 @@ class _WorkerConnection(DuplexConnection):
                 # It ended while the events before this one were handled.
                 continue
             if kind == ITEM:
-                call.on_item(payload)
+                call.on_items(payload)
             else:
                 call.on_event(kind, payload)
         self._close_if_done()

@@ -194,14 +194,17 @@ class DuplexCall:
             self._connection.side.queued(self._stream)
         self._connection.touch()
 
-    def item(self, annotated: bytes) -> None:
+    def item(self, annotated: bytes) -> bool:
         if self._gone:
-            return
+            return False
         if not self._said:
             self._say(annotated)
-        connection = self._connection
-        connection.side.send(self._stream, ITEM, annotated)
-        connection.touch()
+        connection, stream = self._connection, self._stream
+        side = connection.side
+        side.send(stream, ITEM, annotated)
+        if len(side.out) >= connection.flush_at:
+            connection.touch()
+        return connection.paused or bool(stream.queue)
 
     def _say(self, message: bytes) -> None:
         """What acknowledges the request may not take long to arrive as a whole."""

@@ -92,6 +92,7 @@ class Stream:
     Attributes:
         id: 0 until the first frame of it went out.
         owner: Whatever the owner of the connection keeps with it.
+        items: What the latest event `ITEM` carries, until whoever handles it takes them.
         queue: What waits for credit, in order: type, what is left of it, its length.
         withheld: Credit is not given back: its reader is behind.
         credit: Bytes that may be sent.
@@ -108,6 +109,7 @@ class Stream:
         "filled",
         "id",
         "input_open",
+        "items",
         "last_header",
         "owner",
         "queue",
@@ -120,6 +122,7 @@ class Stream:
     def __init__(self, credit: int, room: int, state: int) -> None:
         self.id = 0
         self.owner: Any = None
+        self.items: list[Any] | None = None
         # A deque while something waits: an empty one takes 600 bytes.
         self.queue: Any = ()
         self.withheld = False
@@ -272,6 +275,10 @@ class _Side(FrameReader[Event]):
         if at is None:
             return 0, len(PREFACE)
         size = len(data)
+        streams = self.streams
+        full = self._ours.stream_credit
+        needed = HEADER_BYTES
+        counted = 0
         while size - at >= HEADER_BYTES:
             length, kind, number = unpack_header(data, at)
             if length > PART_BYTES:
@@ -281,30 +288,36 @@ class _Side(FrameReader[Event]):
             start = at + HEADER_BYTES
             end = start + length
             if end > size:
-                return at, HEADER_BYTES + length
+                needed = HEADER_BYTES + length
+                break
             at = end
             if kind >= HELLO:
                 self._control(kind, number, data[start:end], events)
                 continue
             # Inline for speed: this is the path of every item.
             cost = HEADER_BYTES + length
-            self._room -= cost
-            if 2 * self._room <= self._ours.connection_credit:
-                self._give_all_back()
-            stream = self.streams.get(number) or self._unknown(number, kind)
+            counted += cost
+            stream = streams.get(number) or self._unknown(number, kind)
             if stream is None:
                 continue
-            stream.room -= cost
-            if 2 * stream.room <= self._ours.stream_credit:
+            room = stream.room = stream.room - cost
+            if 2 * room <= full:
                 self._room_is_low(stream, cost)
             if kind == self._plain and stream.state == _STARTED and not stream.total:
-                events.append((kind, stream, data[start:end]))
+                if stream.items is None:
+                    stream.items = [data[start:end]]
+                    events.append((ITEM, stream, stream.items))
+                else:
+                    stream.items.append(data[start:end])
             elif kind == PART:
                 self._add_part(stream, memoryview(data)[start:end])
             else:
                 body = self._whole(stream, data[start:end])
                 self._message(kind, stream, body, events)
-        return at, HEADER_BYTES
+        self._room -= counted
+        if 2 * self._room <= self._ours.connection_credit:
+            self._give_all_back()
+        return at, needed
 
     def _cut_preface(self, data: bytes) -> int | None:
         """Where the frames begin; None if that is not known yet."""
@@ -466,7 +479,7 @@ def _more(credit: int, amount: int) -> int:
 class ClientSide(_Side):
     """The client's side of a connection.
 
-    Events: HELLO; QUEUED, STARTED, ITEM (the payload), ERROR (an `ErrorObject`),
+    Events: HELLO; QUEUED, STARTED, ITEM (a list of payloads), ERROR (an `ErrorObject`),
     HANDLER_REFUSED (a `HandlerRefusal`), REFUSED (a `Refusal`), END, RESET; WRITABLE when
     a queue has drained.  ERROR, HANDLER_REFUSED, REFUSED, END and RESET are the last of
     their stream; STARTED comes once before items, ERROR and END.
@@ -569,7 +582,11 @@ class ClientSide(_Side):
         if kind == ERROR:
             self._last(kind, stream, decode_error(body), events)
             return
-        events.append((ITEM, stream, body))
+        if stream.items is None:
+            stream.items = [body]
+            events.append((ITEM, stream, stream.items))
+        else:
+            stream.items.append(body)
         if kind == ITEM_END:
             self._last(END, stream, None, events)
 

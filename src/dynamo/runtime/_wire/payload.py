@@ -6,14 +6,13 @@ the user's: numpy and pydantic are looked up among the modules that are there al
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import decimal
 import enum
 import math
 import sys
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import NoneType
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, Union
@@ -108,17 +107,38 @@ def encode_value(value: object, codec: str) -> bytes:
         if codec == "json":
             return _encode_json_value(value)
         encoded = _encode_msgpack(value)
-        if b"\xff" in encoded and _may_hold_timestamp(encoded):
-            with contextlib.suppress(
-                TypeError
-            ):  # of an Ext, which no genuine peer reads
-                encoded = _encode_msgpack(_to_builtins(value))
-        return encoded
     except RecursionError as error:
-        raise ValueError(
-            "the value contains itself, or is nested more deeply than Python's recursion "
-            f"limit of {sys.getrecursionlimit()} allows"
-        ) from error
+        raise _too_deep() from error
+    if b"\xff" in encoded and _may_hold_timestamp(encoded):
+        return _without_extensions(value, encoded)
+    return encoded
+
+
+def _too_deep() -> ValueError:
+    return ValueError(
+        "the value contains itself, or is nested more deeply than Python's recursion "
+        f"limit of {sys.getrecursionlimit()} allows"
+    )
+
+
+def _without_extensions(value: object, encoded: bytes) -> bytes:
+    try:
+        return _encode_msgpack(_to_builtins(value))
+    except TypeError:
+        return encoded  # of an Ext, which no genuine peer reads
+    except RecursionError as error:
+        raise _too_deep() from error
+
+
+def encode_data(codec: str, data: object) -> bytes:
+    """The envelope of an item with nothing but data: that of nearly every item.
+
+    Raises:
+        TypeError, OverflowError, UnicodeEncodeError, ValueError: as `encode_value`.
+    """
+    if codec == "msgpack":
+        return b"\x81\xa4data" + encode_value(data, codec)
+    return encode_annotated(codec, data)
 
 
 def decode_value(data: bytes | bytearray | memoryview, codec: str) -> Any:
@@ -149,9 +169,6 @@ def encode_annotated(
     Raises:
         TypeError, OverflowError, UnicodeEncodeError, ValueError: as `encode_value`.
     """
-    bare = id is None and event is None and comment is None and error is None
-    if bare and has_data and codec == "msgpack":
-        return b"\x81\xa4data" + encode_value(data, codec)
     members: dict[str, object] = {}
     if has_data:
         members["data"] = msgspec.Raw(encode_value(data, codec))
@@ -166,11 +183,15 @@ def decode_annotated(data: bytes | bytearray | memoryview, codec: str) -> Annota
     Raises:
         RemoteProtocolError: the bytes are no envelope.
     """
-    decode = _decode_json_item if codec == "json" else _decode_msgpack_item
     try:
-        return decode(data)
+        return annotated_decoder(codec)(data)
     except UNREADABLE as error:
         raise RemoteProtocolError(f"an item that is not {codec}: {error}") from error
+
+
+def annotated_decoder(codec: str) -> Callable[[Any], AnnotatedItem]:
+    """What makes the item of an envelope, for many of them; raises `UNREADABLE`."""
+    return _decode_json_item if codec == "json" else _decode_msgpack_item
 
 
 def genuine_can_decode(value: object) -> str | None:
