@@ -53,13 +53,21 @@ def test_new_ids_are_version_4_uuids_and_differ():
         assert parsed.variant == uuid.RFC_4122
 
 
-def test_all_four_variants_occur():
-    assert {new_id()[19] for _ in range(500)} == set("89ab")
+def test_every_process_begins_somewhere_else():
+    made = [module._Ids() for _ in range(500)]
+    first = [ids.new() for ids in made]
+    assert len({text[:24] for text in first}) == 500
+    assert {text[19] for text in first} == set("89ab")
+    assert all(uuid.UUID(text).version == 4 for text in first)
+    # Counted from there on, and far from where a count would get too long.
+    numbers = [int(ids.new()[24:], 16) for ids in made]
+    assert all(n == int(t[24:], 16) + 1 for n, t in zip(numbers, first, strict=True))
+    assert max(numbers) < 2**47 + 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_child_makes_other_ids():
-    new_id()  # leaves spare ids behind, which the child must not use
+    new_id()  # what follows it is for the parent alone
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:  # pragma: no cover - runs in the child
@@ -72,7 +80,7 @@ def test_a_forked_child_makes_other_ids():
     finally:
         os.close(read_end)
     assert uuid.UUID(theirs).version == 4
-    assert theirs not in {new_id() for _ in range(module._IDS_PER_REFILL * 2)}
+    assert theirs not in {new_id() for _ in range(100)}
 
 
 def test_threads_never_share_an_id():
@@ -270,6 +278,19 @@ def test_stop_then_kill_tells_both_once():
     one.kill()
     assert heard == [False, True]
     assert (one.stopped, one.killed) == (True, True)
+
+
+def test_the_owner_is_told_each_time_and_before_the_others():
+    heard: list[object] = []
+    one = ContextState("id", {}, owner=heard.append)
+    one.subscribe(lambda killed: heard.append(("other", killed)))
+    one.stop()
+    one.stop()
+    one.kill()
+    assert heard == [False, ("other", False), False, True, ("other", True)]
+    one.owner = None
+    one.kill()
+    assert len(heard) == 5
 
 
 def test_kill_alone_tells_once():

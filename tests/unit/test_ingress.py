@@ -100,6 +100,9 @@ class Call:
             raise self.request
         return self.request
 
+    def open_now(self, events: Any) -> Reply | None:
+        return None
+
     async def open(self, events: Any) -> Reply:
         if self.opening is not None:
             await self.opening.wait()

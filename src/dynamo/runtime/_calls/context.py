@@ -8,7 +8,9 @@ Nothing here knows a transport or runs user code other than the listeners.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._observability.tracing import SpanProxy, check_span_arguments
@@ -23,35 +25,33 @@ if TYPE_CHECKING:
 __all__ = ["Context", "ContextMetadata", "ContextState", "new_id"]
 
 _ABSENT: Any = ...  # as the default of `pop`: no default
-_IDS_PER_REFILL = 64
-_VARIANTS = "89ab"
-_spare_ids: list[str] = []
 
 
-def new_id() -> str:
-    """A random version-4 UUID in text, at a fraction of the cost of `uuid.uuid4`."""
-    try:
-        return _spare_ids.pop()
-    except IndexError:
-        _spare_ids.extend(_make_ids())
-        return _spare_ids.pop()
+class _Ids:
+    """Version-4 UUIDs in text, at a fraction of the cost of `uuid.uuid4`.
+
+    Random for each process, and from there on counted: unique, but not secret.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew; a forked child would go on with the ids of its parent."""
+        text = str(uuid.UUID(bytes=os.urandom(16), version=4))
+        self._prefix = text[:24]
+        self._next = itertools.count(int(text[24:], 16) >> 1).__next__
+
+    def new(self) -> str:
+        """The next one, from any thread."""
+        return f"{self._prefix}{self._next():012x}"
 
 
-def _make_ids() -> list[str]:
-    digits = os.urandom(16 * _IDS_PER_REFILL).hex()
-    ids = []
-    for i in range(0, len(digits), 32):
-        variant = _VARIANTS[int(digits[i + 16], 16) & 3]
-        ids.append(
-            f"{digits[i : i + 8]}-{digits[i + 8 : i + 12]}-4{digits[i + 13 : i + 16]}-"
-            f"{variant}{digits[i + 17 : i + 20]}-{digits[i + 20 : i + 32]}"
-        )
-    return ids
-
+_ids = _Ids()
+new_id = _ids.new
 
 if hasattr(os, "register_at_fork"):
-    # Parent and child would hand out the same spare ids otherwise.
-    os.register_at_fork(after_in_child=_spare_ids.clear)
+    os.register_at_fork(after_in_child=_ids.renew)
 
 
 class ContextState:
@@ -70,6 +70,8 @@ class ContextState:
         span: What the context shows of its span, or None in a process without tracing.
         has_first_token: True once the first token of the answer was noticed.
         deadline: `time.monotonic()` value by which the call must have ended, or None.
+        owner: The one listener of nearly every call, or None.  It is told each time that
+            somebody stops or kills, and must not mind.
         noticed: True once the user's code has seen that the call should end.
         stopped: True once the call should end.
         killed: True once it should end at once; `stopped` is then true as well.
@@ -85,6 +87,7 @@ class ContextState:
         "killed",
         "metadata",
         "noticed",
+        "owner",
         "span",
         "stopped",
         "trace",
@@ -98,14 +101,16 @@ class ContextState:
         *,
         span: SpanIdentity | None = None,
         deadline: float | None = None,
+        owner: Callable[[bool], None] | None = None,
     ) -> None:
         self.id = request_id
         self.metadata = metadata
         self.trace = trace
         self.span = span
         self.deadline = deadline
+        self.owner = owner
         self.has_first_token = False
-        self._on_first_token: list[Callable[[], None]] = []
+        self._on_first_token: tuple[Callable[[], None], ...] = ()
         self.noticed = False
         self.stopped = False
         self.killed = False
@@ -115,12 +120,18 @@ class ContextState:
     def stop(self) -> None:
         """Ask for an orderly end.  From any thread; again does nothing."""
         self.stopped = True
+        owner = self.owner
+        if owner is not None:
+            owner(False)
         _tell(self._on_stop, killed=False)
 
     def kill(self) -> None:
         """Ask for an end at once.  From any thread; again does nothing."""
         self.stopped = True
         self.killed = True
+        owner = self.owner
+        if owner is not None:
+            owner(True)
         self._on_stop.clear()  # the kill tells them more
         _tell(self._on_kill, killed=True)
 
@@ -128,7 +139,7 @@ class ContextState:
         """The answer has begun.  Again does nothing."""
         if not self.has_first_token:
             self.has_first_token = True
-            waiting, self._on_first_token = self._on_first_token, []
+            waiting, self._on_first_token = self._on_first_token, ()
             for listener in waiting:
                 listener()
 
@@ -137,7 +148,7 @@ class ContextState:
         if self.has_first_token:
             listener()
         else:
-            self._on_first_token.append(listener)
+            self._on_first_token += (listener,)
 
     def subscribe(self, listener: Callable[[bool], None]) -> None:
         """Have `listener(killed)` called when the state stops, or now if it has.
@@ -542,10 +553,16 @@ def _text_dict(value: object) -> dict[str, str]:
         raise TypeError(
             f"metadata must be a dict of str to str, not {type(value).__name__}"
         )
+    if type(value) is dict and all(map(_is_plain, value, value.values())):
+        return value.copy()
     return {
         _text("metadata key", key): _text("metadata value", item)
         for key, item in value.items()
     }
+
+
+def _is_plain(key: object, value: object) -> bool:
+    return type(key) is str is type(value) and key.isascii() and value.isascii()
 
 
 _ESCAPES = {"\0": r"\0", "\t": r"\t", "\n": r"\n", "\r": r"\r", '"': r"\"", "\\": r"\\"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union
 
 from dynamo.runtime._calls.threads import ThreadedGenerator
@@ -75,13 +76,17 @@ class Handler:
     Args:
         function: What the user gave; anything.
         streamed: Whether it is called with a stream of requests.
+
+    Attributes:
+        takes_context: It has a parameter of that name.
+        pushes: It has a parameter ``response_sender``.
     """
 
     def __init__(self, function: Any, *, streamed: bool = False) -> None:
         self.function = function
         self.name = getattr(function, "__qualname__", None) or type(function).__name__
         self._refusal: ShapeError | None = None
-        self._takes_context = False
+        self.takes_context = False
         self.pushes = False
         self._threaded = False
         self._look()
@@ -100,8 +105,8 @@ class Handler:
             return
         self.pushes = "response_sender" in signature.parameters
         # A push-mode handler gets both, whether it asks for the context or not.
-        self._takes_context = self.pushes or "context" in signature.parameters
-        keywords = dict.fromkeys(["context"] if self._takes_context else [])
+        self.takes_context = self.pushes or "context" in signature.parameters
+        keywords = dict.fromkeys(["context"] if self.takes_context else [])
         if self.pushes:
             keywords["response_sender"] = None
         try:
@@ -130,14 +135,17 @@ class Handler:
         return code
 
     def call(
-        self, request: object, context: Context, sender: ResponseSender
+        self,
+        request: object,
+        context: Context | None,
+        sender: ResponseSender | None,
     ) -> AsyncIterator[Any]:
         """The iterator that answers a request.
 
         Args:
             request: The decoded request, or the stream of them.
-            context: Passed on if the callable has a parameter of that name.
-            sender: Passed on to a callable that pushes.
+            context: For a callable that ``takes_context``.
+            sender: For a callable that ``pushes``.
 
         Raises:
             ShapeError: the callable cannot serve, or returned no async iterator.
@@ -145,20 +153,28 @@ class Handler:
         """
         if self._refusal is not None:
             raise self._refusal
-        keywords: dict[str, Any] = {"context": context} if self._takes_context else {}
         if self._threaded:
-            make = functools.partial(self.function, request, **keywords)
-            return ThreadedGenerator(make, self.name)
+            return self._in_thread(request, context)
         if self.pushes:
-            keywords["response_sender"] = sender
-        result = self.function(request, **keywords)
-        if not hasattr(type(result), "__anext__"):
-            if inspect.iscoroutine(result):
-                result.close()
-            kind = type(result).__name__
-            raise ShapeError(
-                AttributeError(f"'{kind}' object has no attribute '__anext__'")
-            )
-        if inspect.isasyncgen(result):
-            return result
-        return _StepsOnly(result)
+            result = self.function(request, context=context, response_sender=sender)
+        elif self.takes_context:
+            result = self.function(request, context=context)
+        else:
+            result = self.function(request)
+        return result if type(result) is AsyncGeneratorType else _iterator(result)
+
+    def _in_thread(self, request: object, context: Context | None) -> ThreadedGenerator:
+        keywords = {"context": context} if self.takes_context else {}
+        make = functools.partial(self.function, request, **keywords)
+        return ThreadedGenerator(make, self.name)
+
+
+def _iterator(result: Any) -> AsyncIterator[Any]:
+    if not hasattr(type(result), "__anext__"):
+        if inspect.iscoroutine(result):
+            result.close()
+        kind = type(result).__name__
+        raise ShapeError(
+            AttributeError(f"'{kind}' object has no attribute '__anext__'")
+        )
+    return _StepsOnly(result)

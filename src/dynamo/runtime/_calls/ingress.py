@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._calls.context import Context, ContextState
@@ -227,6 +228,23 @@ class _Run:
     handler.
     """
 
+    __slots__ = (
+        "_call",
+        "_codec",
+        "_endpoint",
+        "_inbox",
+        "_input",
+        "_loop",
+        "_over",
+        "_ran",
+        "_reply",
+        "_started",
+        "_state",
+        "_task",
+        "_timer",
+        "_writable",
+    )
+
     def __init__(self, endpoint: EndpointIngress, call: IncomingCall) -> None:
         self._endpoint = endpoint
         self._loop = endpoint.loop
@@ -254,7 +272,7 @@ class _Run:
             self._timer.cancel()
         self._endpoint.admission.release(ran=self._ran)
         if self._state is not None:
-            self._state.unsubscribe(self._on_context)
+            self._state.owner = None
         self.on_input_end()
         if self._input is not None:
             self._input.close()
@@ -366,14 +384,18 @@ class _Run:
             request.metadata,
             request.trace,
             deadline=request.deadline,
+            owner=self._on_context,
         )
-        state.subscribe(self._on_context)
-        if not await self._open():
+        if not (self._open_now() or await self._open()):
             return
         await self._endpoint.admission.run()
         self._ran = True
         assert self._reply is not None
-        await self._answer(request, self._reply, Context._of(state))
+        iterator = self._call_handler(request, self._reply, state)
+        # The request may be large, and the handler may let go of it.
+        del request
+        if iterator is not None:
+            await self._answer(iterator, self._reply)
 
     def _check_kind(self, request: IncomingRequest) -> None:
         if self._endpoint.streamed == (request.body is None):
@@ -384,6 +406,13 @@ class _Run:
         raise RemoteProtocolError(
             f"endpoint {self._endpoint.path} takes {takes}, the call sends {sends}"
         )
+
+    def _open_now(self) -> bool:
+        """Have the way back, if it stands; a stopped call takes the slow one."""
+        if self._endpoint.streamed:
+            return False
+        self._reply = self._call.open_now(self)
+        return self._reply is not None and not self._over
 
     async def _open(self) -> bool:
         """Reach the caller: first its input, then the way back."""
@@ -421,34 +450,37 @@ class _Run:
         self._codec = reply.codec
         self._fail(reply, error_of_exception(ValueError(str(error))))
 
-    async def _answer(
-        self, request: IncomingRequest, reply: ReplyStream, context: Context
-    ) -> None:
+    def _call_handler(
+        self, request: IncomingRequest, reply: ReplyStream, state: ContextState
+    ) -> AsyncIterator[Any] | None:
+        """The handler's iterator, or None after saying why there is none."""
         if self._over:
-            return
+            return None
+        handler = self._endpoint.handler
         try:
-            argument = self._argument(request)
+            return handler.call(
+                self._argument(request),
+                Context._of(state) if handler.takes_context else None,
+                ResponseSender._of(self) if handler.pushes else None,
+            )
         except RemoteProtocolError as error:
             _log.warning("unreadable request on %s: %s", self._endpoint.path, error)
             self._fail(reply, error_of_exception(ValueError(str(error))))
-            return
-        handler = self._endpoint.handler
-        try:
-            iterator = handler.call(argument, context, ResponseSender._of(self))
         except ShapeError as error:
             self._endpoint.refused(error)
             self._refuse(reply, error.cause)
-            return
         except BaseException as error:  # noqa: BLE001 - whatever the user's code raises
             self._handler_failed(reply, error)
-            return
-        # The request may be large, and the handler may let go of it.
-        del argument, request
+        return None
+
+    async def _answer(self, iterator: AsyncIterator[Any], reply: ReplyStream) -> None:
         self._start(reply)
         try:
             await self._stream(iterator, reply)
         finally:
-            await self._close(iterator)
+            # A generator that has ended has nothing left to close.
+            if type(iterator) is not AsyncGeneratorType or iterator.ag_frame:
+                await self._close(iterator)
 
     def _argument(self, request: IncomingRequest) -> object:
         if self._inbox is not None:

@@ -79,7 +79,10 @@ class CallEvents(Protocol):
         """The worker takes no more input; the call goes on."""
 
     def on_reached(self) -> None:
-        """The worker has taken the call and can be told to stop it."""
+        """The worker has taken the call and can be told to stop it.
+
+        Left out if the handler runs already.
+        """
 
     def on_started(self) -> None:
         """The handler runs; items may follow."""
@@ -249,6 +252,9 @@ class IncomingCall(Protocol):
             RemoteProtocolError: it makes no sense; the caller can still be answered
                 through `open` if that works.
         """
+
+    def open_now(self, events: ReplyEvents) -> ReplyStream | None:
+        """The way back to the caller if it stands, else None: use `open`."""
 
     async def open(self, events: ReplyEvents) -> ReplyStream:
         """Open the way back to the caller.

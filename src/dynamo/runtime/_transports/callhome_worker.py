@@ -139,6 +139,9 @@ class CallhomeCall:
             ours=sent_by_ours(self.headers),
         )
 
+    def open_now(self, events: ReplyEvents) -> ReplyConnection | None:
+        return None
+
     async def open(self, events: ReplyEvents) -> ReplyConnection:
         if self._control is None:
             raise ConnectionFailed("the request does not say where the answer goes")

@@ -181,23 +181,33 @@ class _Call:
                 return
             self._events.on_items([item], len(body))
 
+    def on_started(self) -> None:
+        self._acknowledge(STARTED)
+        self._events.on_started()
+
     def on_event(self, kind: int, payload: Any) -> None:
-        """Everything but an item."""
-        if self._over:
-            return
+        """Everything but items and their beginning."""
         if kind == WRITABLE:
             self.on_writable()
             return
-        if not self._acknowledged:
-            self._acknowledged = True
-            self._connection.acknowledged(self)
-            if kind in (QUEUED, STARTED):
-                self._reached()
-        if kind == STARTED:
-            self._events.on_started()
-        elif kind != QUEUED:
+        self._acknowledge(kind)
+        if kind == QUEUED:
+            self._events.on_reached()
+        elif not self._over:
             self._let_go()
-            self._on_last(kind, payload)
+            if kind == END:
+                self._events.on_ended()
+            else:
+                self._on_last(kind, payload)
+
+    def _acknowledge(self, kind: int) -> None:
+        if self._acknowledged:
+            return
+        self._acknowledged = True
+        self._connection.acknowledged(self)
+        if self._streamed and kind in (QUEUED, STARTED):
+            # The worker has the request and does not refuse it.
+            self._events.on_input_wanted(self)
 
     def _let_go(self) -> None:
         """The call is over.  Both hold each other: no cycle is left behind."""
@@ -208,12 +218,6 @@ class _Call:
         if self._streamed and self._acknowledged and not self._over:
             self._events.on_input_room()
 
-    def _reached(self) -> None:
-        """The worker has the request and does not refuse it: now it may have input."""
-        self._events.on_reached()
-        if self._streamed:
-            self._events.on_input_wanted(self)
-
     @property
     def sending(self) -> bool:
         """Whether a part of the request waits for credit."""
@@ -221,9 +225,7 @@ class _Call:
         return bool(queue) and queue[0][0] == REQUEST
 
     def _on_last(self, kind: int, payload: Any) -> None:
-        if kind == END:
-            self._events.on_ended()
-        elif kind == ERROR:
+        if kind == ERROR:
             self._on_error(payload)
         elif kind == HANDLER_REFUSED:
             self._on_handler_refused(payload)
@@ -412,6 +414,8 @@ class _WorkerConnection(DuplexConnection):
                 continue
             if kind == ITEM:
                 call.on_items(payload)
+            elif kind == STARTED:
+                call.on_started()
             else:
                 call.on_event(kind, payload)
         self._close_if_done()
@@ -621,6 +625,8 @@ class DuplexClientLane:
         self.config = config
         self.connecting = asyncio.Semaphore(config.global_connect_limit)
         self._links: dict[tuple[str, int], _Link] = {}
+        # By the addresses in records, which take time to read.
+        self._routes: dict[str, tuple[TcpAddress, _Link]] = {}
         self._closed = False
 
     def open_now(
@@ -653,11 +659,20 @@ class DuplexClientLane:
     def _link(self, record: EndpointRecord) -> tuple[TcpAddress, _Link]:
         if self._closed:
             raise RuntimeClosed("the runtime was shut down")
+        route = self._routes.get(record.address)
+        if route is None or record.transport_kind != "tcp":
+            route = self._new_route(record)
+        return route
+
+    def _new_route(self, record: EndpointRecord) -> tuple[TcpAddress, _Link]:
         address = callable_address(record)
         key = (address.host, address.port)
-        return address, self._links.get(key) or self._new_link(key, address)
+        link = self._links.get(key) or self._new_link(key, address)
+        route = self._routes[record.address] = (address, link)
+        return route
 
     def _new_link(self, key: tuple[str, int], address: TcpAddress) -> _Link:
+        self._routes.clear()
         for old_key, old in list(self._links.items()):
             if old.unused:
                 del self._links[old_key]

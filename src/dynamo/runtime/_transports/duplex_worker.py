@@ -145,10 +145,13 @@ class DuplexCall:
             ),
         )
 
-    async def open(self, events: ReplyEvents) -> DuplexCall:
+    def open_now(self, events: ReplyEvents) -> DuplexCall:
         if not self._tell_if_gone(events):
             self._events = events
         return self
+
+    async def open(self, events: ReplyEvents) -> DuplexCall:
+        return self.open_now(events)
 
     async def open_input(self, events: InputEvents) -> DuplexCall:
         if not self._tell_if_gone(events):

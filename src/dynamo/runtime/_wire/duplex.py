@@ -49,6 +49,7 @@ from dynamo.runtime._wire.duplex_frames import (
     REQUEST,
     RESET,
     STOP,
+    STREAMED_INPUT,
     TOO_LARGE,
     UNAVAILABLE,
     Hello,
@@ -241,7 +242,8 @@ class _Side(FrameReader[Event]):
 
     def _forget(self, stream: Stream) -> None:
         """The stream is over: what waits is not sent."""
-        self._unqueue(stream)
+        if stream.queue:
+            self._unqueue(stream)
         self.streams.pop(stream.id, None)
 
     # Receiving
@@ -309,11 +311,10 @@ class _Side(FrameReader[Event]):
                     events.append((ITEM, stream, stream.items))
                 else:
                     stream.items.append(data[start:end])
-            elif kind == PART:
-                self._add_part(stream, memoryview(data)[start:end])
+            elif kind == PART or stream.total:
+                self._add(kind, stream, memoryview(data)[start:end], events)
             else:
-                body = self._whole(stream, data[start:end])
-                self._message(kind, stream, body, events)
+                self._message(kind, stream, data[start:end], events)
         self._room -= counted
         if 2 * self._room <= self._ours.connection_credit:
             self._give_all_back()
@@ -336,6 +337,15 @@ class _Side(FrameReader[Event]):
     def _check_gone(self, number: int) -> None:
         if not 0 < number <= self.last_id:
             raise RemoteProtocolError(f"a frame of stream {number}, which is not open")
+
+    def _add(
+        self, kind: int, stream: Stream, body: memoryview, events: list[Event]
+    ) -> None:
+        """A frame of a message in parts."""
+        if kind == PART:
+            self._add_part(stream, body)
+        else:
+            self._message(kind, stream, self._whole(stream, body), events)
 
     def _add_part(self, stream: Stream, part: memoryview) -> None:
         if len(part) != PART_BYTES:
@@ -364,9 +374,7 @@ class _Side(FrameReader[Event]):
         stream.buffer[stream.filled : end] = data
         stream.filled = end
 
-    def _whole(self, stream: Stream, last: bytes) -> bytes | bytearray:
-        if not stream.total:
-            return last
+    def _whole(self, stream: Stream, last: memoryview) -> bytearray:
         if stream.filled + len(last) != stream.total:
             raise RemoteProtocolError(f"a message of not {stream.total} bytes")
         self._fill(stream, last)
@@ -572,16 +580,10 @@ class ClientSide(_Side):
     def _message(
         self, kind: int, stream: Stream, body: bytes | bytearray, events: list[Event]
     ) -> None:
-        if kind == HANDLER_REFUSED:
-            self._not_started(stream, "HANDLER_REFUSED")
-            self._last(kind, stream, decode_handler_refusal(body), events)
+        if kind not in (ITEM, ITEM_END):
+            self._other_message(kind, stream, body, events)
             return
-        if kind not in (ITEM, ITEM_END, ERROR):
-            raise RemoteProtocolError(f"a message of type {kind:#04x} from a worker")
         self._start(stream, events)
-        if kind == ERROR:
-            self._last(kind, stream, decode_error(body), events)
-            return
         if stream.items is None:
             stream.items = [body]
             events.append((ITEM, stream, stream.items))
@@ -589,6 +591,18 @@ class ClientSide(_Side):
             stream.items.append(body)
         if kind == ITEM_END:
             self._last(END, stream, None, events)
+
+    def _other_message(
+        self, kind: int, stream: Stream, body: bytes | bytearray, events: list[Event]
+    ) -> None:
+        if kind == HANDLER_REFUSED:
+            self._not_started(stream, "HANDLER_REFUSED")
+            self._last(kind, stream, decode_handler_refusal(body), events)
+        elif kind == ERROR:
+            self._start(stream, events)
+            self._last(kind, stream, decode_error(body), events)
+        else:
+            raise RemoteProtocolError(f"a message of type {kind:#04x} from a worker")
 
     def _start(self, stream: Stream, events: list[Event]) -> None:
         if stream.state != _STARTED:
@@ -762,7 +776,7 @@ class WorkerSide(_Side):
                 return
             request = decode_request(body)
             stream.state = _OPEN
-            stream.input_open = request[0].streamed
+            stream.input_open = bool(request[0].flags & STREAMED_INPUT)
             events.append((REQUEST, stream, request))
         elif kind == INPUT and stream.input_open:
             events.append((INPUT, stream, body))

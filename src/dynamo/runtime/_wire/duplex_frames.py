@@ -161,7 +161,10 @@ def decode_request(
         raise RemoteProtocolError(
             f"a request of {len(payload)} bytes with a head of {end - 4}"
         )
-    head: RequestHead = _read(_head_in, payload[4:end], "head of a request")
+    try:
+        head: RequestHead = _head_in(payload[4:end])
+    except UNREADABLE as error:
+        raise RemoteProtocolError(f"unreadable head of a request: {error}") from error
     if head.flags & ~STREAMED_INPUT:
         raise RemoteProtocolError(f"a request with unknown flags {head.flags:#x}")
     if len(payload) <= CHUNK_BYTES:
