@@ -517,12 +517,12 @@ class Core:
 
     def __init__(self, inbox: Inbox) -> None:
         self.inbox = inbox
+        self.reader: asyncio.Task[Any] | None = None
         self.cancelled = 0
         self.drops = 0
 
-    def step(self, stream: AsyncResponseStream) -> asyncio.Future[Any]:
-        loop = asyncio.get_running_loop()
-        return self.inbox.next(loop, asyncio.current_task(loop), stream)
+    def note_reader(self, reader: asyncio.Task[Any] | None) -> None:
+        self.reader = reader
 
     def cancel(self) -> None:
         self.cancelled += 1

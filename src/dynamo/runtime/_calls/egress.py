@@ -146,7 +146,7 @@ class OutgoingCall:
         self._context = context
         self._annotated = annotated
         self._pid = os.getpid()
-        self._inbox = Inbox(loop, self._on_full)
+        self.inbox = Inbox(loop, self._on_full)
         self._result: _Result | None = None
         self._handle: CallHandle | None = None
         self._record: EndpointRecord | None = None
@@ -156,7 +156,7 @@ class OutgoingCall:
         self._tried: frozenset[int] = frozenset()
         self._attempts = 0
         # Of the tasks that have read, the latest.
-        self._reader: asyncio.Task[Any] | None = None
+        self.reader: asyncio.Task[Any] | None = None
         self._readers: list[asyncio.Task[Any]] = []
         self._counted: int | None = None
         self._stop_timer: asyncio.TimerHandle | None = None
@@ -389,10 +389,10 @@ class OutgoingCall:
 
     def on_items(self, items: list[AnnotatedItem], size_bytes: int) -> None:
         if self._annotated:
-            self._inbox.put_all([Annotated._of(item) for item in items], size_bytes)
+            self.inbox.put_all([Annotated._of(item) for item in items], size_bytes)
         else:
             data = [item.data for item in items if item.data is not None]
-            self._inbox.put_all(data, size_bytes)
+            self.inbox.put_all(data, size_bytes)
 
     def on_failed(self, error: ErrorObject) -> None:
         if inhibits(error) and self.instance_id is not None:
@@ -429,7 +429,7 @@ class OutgoingCall:
 
     def _end(self, error: Exception | None) -> None:
         self._over = True
-        self._inbox.end(error)
+        self.inbox.end(error)
         self._settle()
         self._release()
 
@@ -444,7 +444,6 @@ class OutgoingCall:
             self._stop_timer.cancel()
         if self._context is not None:
             self._context.unsubscribe(self._on_context)
-        self._reader = None
         readers, self._readers = self._readers, []
         for reader in readers:
             reader.remove_done_callback(self._on_reader_done)
@@ -484,14 +483,14 @@ class OutgoingCall:
 
     def _cancel(self) -> None:
         if self._over:
-            self._inbox.end(None, discard=True)
+            self.inbox.end(None, discard=True)
             return
         self._over = True
         self._stopped = True
         self._interrupt()
         if self._handle is not None:
             self._handle.kill()
-        self._inbox.end(None, discard=True)
+        self.inbox.end(None, discard=True)
         self._settle()
         self._release()
 
@@ -505,22 +504,15 @@ class OutgoingCall:
 
     # Reading.
 
-    def step(self, stream: AsyncResponseStream) -> asyncio.Future[Any]:
-        """The next item; remembers who reads, for `_on_reader_done`."""
-        loop = asyncio.get_running_loop()
-        reader = asyncio.current_task(loop)
-        if reader is not self._reader and not self._over:
-            self._note_reader(reader)
-        return self._inbox.next(loop, reader, stream)
-
-    def _note_reader(self, reader: asyncio.Task[Any] | None) -> None:
-        self._reader = reader
-        if reader is not None and reader not in self._readers:
+    def note_reader(self, reader: asyncio.Task[Any] | None) -> None:
+        """Remember who reads, for `_on_reader_done`."""
+        self.reader = reader
+        if reader is not None and reader not in self._readers and not self._over:
             self._readers.append(reader)
             reader.add_done_callback(self._on_reader_done)
 
     def _on_reader_done(self, reader: asyncio.Task[Any]) -> None:
-        self._reader = None
+        self.reader = None
         if reader in self._readers:
             self._readers.remove(reader)
         if reader.cancelled():

@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import bisect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynamo.runtime._sealed import override
 from dynamo.runtime.errors import RuntimeClosed
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -69,18 +72,26 @@ class Step(asyncio.Future[Any]):
 
     __slots__ = ("inbox", "number", "reader", "stream")
 
-    def __init__(
-        self,
+    inbox: Inbox
+    number: int
+    reader: asyncio.Task[Any] | None
+    stream: object
+
+    @classmethod
+    def make(
+        cls,
         loop: asyncio.AbstractEventLoop,
         inbox: Inbox,
         reader: asyncio.Task[Any] | None,
         stream: object,
-    ) -> None:
-        super().__init__(loop=loop)
-        self.inbox = inbox
-        self.reader = reader
-        self.stream = stream
-        self.number = 0
+    ) -> Self:
+        # No `__init__` of our own: that of the Future is compiled.
+        step = cls(loop=loop)
+        step.inbox = inbox
+        step.number = 0
+        step.reader = reader
+        step.stream = stream
+        return step
 
     @override
     def cancel(self, msg: Any | None = None) -> bool:
@@ -243,7 +254,7 @@ class Inbox:
             return future
         if self._ended:
             return _fail(loop.create_future(), self._next_end())
-        waiter = Step(loop, self, reader, stream)
+        waiter = Step.make(loop, self, reader, stream)
         self._waiters.append(waiter)
         return waiter
 
@@ -297,7 +308,7 @@ class Inbox:
         stream: object,
     ) -> asyncio.Future[Any]:
         """Ask at home, bring the answer here."""
-        far = _FarStep(loop, self, reader, stream)
+        far = _FarStep.make(loop, self, reader, stream)
         try:
             self.home.call_soon_threadsafe(self._ask, far)
         except RuntimeError:

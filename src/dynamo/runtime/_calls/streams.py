@@ -6,6 +6,7 @@ which it knows a small interface.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -13,7 +14,6 @@ from dynamo.runtime._sealed import Sealed, Unconstructible, override
 from dynamo.runtime._wire.payload import AnnotatedItem
 
 if TYPE_CHECKING:
-    import asyncio
     from types import TracebackType
 
     from dynamo.runtime._calls.inbox import Inbox
@@ -84,12 +84,20 @@ class Annotated(Sealed):
 
 
 class StreamCore(Protocol):
-    """What a response stream needs of its call."""
+    """What a response stream needs of its call.
+
+    Attributes:
+        inbox: Its items.
+        reader: The task that read last; any other is told of by `note_reader`.
+    """
+
+    inbox: Inbox
+    reader: asyncio.Task[Any] | None
 
     @property
     def instance_id(self) -> int | None: ...
 
-    def step(self, stream: AsyncResponseStream) -> asyncio.Future[Any]: ...
+    def note_reader(self, reader: asyncio.Task[Any] | None) -> None: ...
 
     def cancel(self) -> None: ...
 
@@ -130,7 +138,12 @@ class AsyncResponseStream(Unconstructible):
         return self
 
     def __anext__(self) -> asyncio.Future[Any]:
-        return self._core.step(self)
+        core = self._core
+        loop = asyncio.get_running_loop()
+        reader = asyncio.current_task(loop)
+        if reader is not core.reader:
+            core.note_reader(reader)
+        return core.inbox.next(loop, reader, self)
 
     def cancel(self) -> None:
         """Cancel the call now.  Items that were not read are lost.  Any thread."""

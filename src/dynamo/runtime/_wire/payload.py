@@ -6,6 +6,7 @@ the user's: numpy and pydantic are looked up among the modules that are there al
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
 import enum
@@ -107,27 +108,17 @@ def encode_value(value: object, codec: str) -> bytes:
         if codec == "json":
             return _encode_json_value(value)
         encoded = _encode_msgpack(value)
+        if 0xFF in encoded and _may_hold_timestamp(encoded):
+            with contextlib.suppress(
+                TypeError
+            ):  # of an Ext, which no genuine peer reads
+                encoded = _encode_msgpack(_to_builtins(value))
+        return encoded
     except RecursionError as error:
-        raise _too_deep() from error
-    if b"\xff" in encoded and _may_hold_timestamp(encoded):
-        return _without_extensions(value, encoded)
-    return encoded
-
-
-def _too_deep() -> ValueError:
-    return ValueError(
-        "the value contains itself, or is nested more deeply than Python's recursion "
-        f"limit of {sys.getrecursionlimit()} allows"
-    )
-
-
-def _without_extensions(value: object, encoded: bytes) -> bytes:
-    try:
-        return _encode_msgpack(_to_builtins(value))
-    except TypeError:
-        return encoded  # of an Ext, which no genuine peer reads
-    except RecursionError as error:
-        raise _too_deep() from error
+        raise ValueError(
+            "the value contains itself, or is nested more deeply than Python's recursion "
+            f"limit of {sys.getrecursionlimit()} allows"
+        ) from error
 
 
 def encode_data(codec: str, data: object) -> bytes:
@@ -136,9 +127,15 @@ def encode_data(codec: str, data: object) -> bytes:
     Raises:
         TypeError, OverflowError, UnicodeEncodeError, ValueError: as `encode_value`.
     """
-    if codec == "msgpack":
-        return b"\x81\xa4data" + encode_value(data, codec)
-    return encode_annotated(codec, data)
+    if codec == "json":
+        return encode_annotated(codec, data)
+    try:
+        encoded = _encode_msgpack(data)
+    except RecursionError:
+        encoded = encode_value(data, codec)
+    if 0xFF in encoded:
+        encoded = encode_value(data, codec)
+    return b"\x81\xa4data" + encoded
 
 
 def decode_value(data: bytes | bytearray | memoryview, codec: str) -> Any:
