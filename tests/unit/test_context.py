@@ -293,6 +293,40 @@ def test_the_owner_is_told_each_time_and_before_the_others():
     assert len(heard) == 5
 
 
+def test_a_second_listener_to_attach_is_told_as_well():
+    heard: list[str] = []
+    one = state()
+
+    def first(killed: bool) -> None:
+        heard.append("first")
+
+    def second(killed: bool) -> None:
+        heard.append("second")
+
+    one.attach(first)
+    one.attach(second)
+    one.stop()
+    assert heard == ["first", "second"]
+    one.detach(first)
+    one.detach(second)
+    one.kill()
+    assert len(heard) == 2
+    one.attach(second)
+    assert heard == ["first", "second", "second"]
+    assert one.owner is second
+
+
+def test_racing_threads_attach_every_listener():
+    for _ in range(50):
+        one, heard = state(), []
+        listeners = [partial(heard.append, number) for number in range(8)]
+        run_together(
+            [partial(one.attach, lambda _, tell=tell: tell()) for tell in listeners]
+        )
+        one.stop()
+        assert sorted(heard) == list(range(8))
+
+
 def test_kill_alone_tells_once():
     heard: list[bool] = []
     one = state()

@@ -670,13 +670,17 @@ async def test_stopped_in_another_thread(world: World):
 async def test_a_context_forgets_calls_that_ended(world: World):
     context = ContextState("id", {})
     stream, opened = await world.stream(context)
-    assert len(context._on_stop) == 1
+    other, second = await world.stream(context)
+    assert context.owner is not None
+    assert len(context._on_stop) == len(context._on_kill) == 1
     opened.events.on_ended()
+    second.events.on_ended()
+    assert context.owner is None
     assert not context._on_stop
     assert not context._on_kill
     context.stop()
-    assert opened.done == []
-    assert await read(stream) == []
+    assert opened.done == second.done == []
+    assert await read(stream) == await read(other) == []
 
 
 async def test_refused_after_a_stop_is_no_error(world: World):

@@ -70,8 +70,8 @@ class ContextState:
         span: What the context shows of its span, or None in a process without tracing.
         has_first_token: True once the first token of the answer was noticed.
         deadline: `time.monotonic()` value by which the call must have ended, or None.
-        owner: The one listener of nearly every call, or None.  It is told each time that
-            somebody stops or kills, and must not mind.
+        owner: The one listener that nearly every context has, or None.  It is told each
+            time that somebody stops or kills, and must not mind.
         noticed: True once the user's code has seen that the call should end.
         stopped: True once the call should end.
         killed: True once it should end at once; `stopped` is then true as well.
@@ -81,6 +81,7 @@ class ContextState:
         "_on_first_token",
         "_on_kill",
         "_on_stop",
+        "_unowned",
         "deadline",
         "has_first_token",
         "id",
@@ -109,6 +110,8 @@ class ContextState:
         self.span = span
         self.deadline = deadline
         self.owner = owner
+        if owner is None:
+            self._unowned = True
         self.has_first_token = False
         self._on_first_token: tuple[Callable[[], None], ...] = ()
         self.noticed = False
@@ -149,6 +152,29 @@ class ContextState:
             listener()
         else:
             self._on_first_token += (listener,)
+
+    def attach(self, listener: Callable[[bool], None]) -> None:
+        """Make a listener the owner, or `subscribe` it if there is one already.
+
+        It may hear the same more than once.
+        """
+        try:
+            # Atomic: of several threads one succeeds.
+            del self._unowned
+        except AttributeError:
+            self.subscribe(listener)
+            return
+        self.owner = listener
+        if self.stopped:
+            listener(self.killed)
+
+    def detach(self, listener: Callable[[bool], None]) -> None:
+        """Undo `attach`."""
+        if self.owner == listener:
+            self.owner = None
+            self._unowned = True
+        else:
+            self.unsubscribe(listener)
 
     def subscribe(self, listener: Callable[[bool], None]) -> None:
         """Have `listener(killed)` called when the state stops, or now if it has.

@@ -189,7 +189,7 @@ class OutgoingCall:
         result = self._result = _Result(loop=self._loop)
         result.call = self
         if self._context is not None:
-            self._context.subscribe(self._on_context)
+            self._context.attach(self._on_context)
         self._go_on(None)
         return result
 
@@ -443,7 +443,7 @@ class OutgoingCall:
         if self._stop_timer is not None:
             self._stop_timer.cancel()
         if self._context is not None:
-            self._context.unsubscribe(self._on_context)
+            self._context.detach(self._on_context)
         readers, self._readers = self._readers, []
         for reader in readers:
             reader.remove_done_callback(self._on_reader_done)

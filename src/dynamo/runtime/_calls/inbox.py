@@ -152,7 +152,7 @@ class Inbox:
         self._reading: list[Any] = []
         self._bytes = 0
         # Items whose readers never saw them, older than the others, by number.
-        self._returned: list[tuple[int, Any]] = []
+        self._returned: list[tuple[int, Any]] | None = None
         self._handed = 0
         self._waiters: list[Step] = []
         # How many of the waiters gave up.
@@ -211,7 +211,7 @@ class Inbox:
             self._discarded = True
             self._items.clear()
             self._reading.clear()
-            self._returned.clear()
+            self._returned = None
         if self._ended:
             return
         self._ended = True
@@ -295,6 +295,7 @@ class Inbox:
         if error is None:
             # Whoever waits has waited for this one.
             if not self._discarded and not self._hand(number, item):
+                self._returned = self._returned or []
                 bisect.insort(self._returned, (number, item), key=_number_of)
         elif isinstance(error, Exception) and not isinstance(error, StopAsyncIteration):
             self._error = error

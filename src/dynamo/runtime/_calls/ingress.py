@@ -392,10 +392,16 @@ class _Run:
         self._ran = True
         assert self._reply is not None
         iterator = self._call_handler(request, self._reply, state)
+        if iterator is None:
+            return
         # The request may be large, and the handler may let go of it.
         del request
-        if iterator is not None:
-            await self._answer(iterator, self._reply)
+        try:
+            await self._stream(iterator, self._reply)
+        finally:
+            # A generator that has ended has nothing left to close.
+            if type(iterator) is not AsyncGeneratorType or iterator.ag_frame:
+                await self._close(iterator)
 
     def _check_kind(self, request: IncomingRequest) -> None:
         if self._endpoint.streamed == (request.body is None):
@@ -473,15 +479,6 @@ class _Run:
             self._handler_failed(reply, error)
         return None
 
-    async def _answer(self, iterator: AsyncIterator[Any], reply: ReplyStream) -> None:
-        self._start(reply)
-        try:
-            await self._stream(iterator, reply)
-        finally:
-            # A generator that has ended has nothing left to close.
-            if type(iterator) is not AsyncGeneratorType or iterator.ag_frame:
-                await self._close(iterator)
-
     def _argument(self, request: IncomingRequest) -> object:
         if self._inbox is not None:
             return PyAsyncRequestStream._of(self._inbox)
@@ -495,6 +492,7 @@ class _Run:
         told = False
         silent = True
         codec = self._codec
+        self._start(reply)
         encode = self._refuse_yielded if self._endpoint.handler.pushes else encode_item
         try:
             async for value in iterator:

@@ -82,16 +82,16 @@ class DuplexCall:
     """
 
     __slots__ = (
-        "_body",
         "_connection",
         "_events",
         "_finished",
         "_gone",
-        "_head",
         "_input",
+        "_request",
         "_said",
         "_started",
         "_stream",
+        "codec",
         "path",
         "replies",
     )
@@ -104,13 +104,14 @@ class DuplexCall:
         body: bytes | memoryview,
     ) -> None:
         self.path = head.path
+        self.codec = "json" if head.codec == "json" else "msgpack"
         self.replies: Replies | None = None
         """Where an answer that is complete and not yet out is known; set by who takes
         the call."""
         self._connection = connection
         self._stream = stream
-        self._head = head
-        self._body: bytes | memoryview | None = body
+        # Until it was looked into.
+        self._request: tuple[RequestHead, bytes | memoryview] | None = (head, body)
         self._events: ReplyEvents | None = None
         self._input: InputEvents | None = None
         self._started = False
@@ -127,8 +128,8 @@ class DuplexCall:
         return _NO_HEADERS
 
     def decode(self) -> IncomingRequest:
-        head = self._head
-        body, self._body = self._body, None
+        assert self._request is not None
+        (head, body), self._request = self._request, None
         if head.codec not in ("msgpack", "json"):
             raise RemoteProtocolError(f"unknown payload codec '{head.codec}'")
         return IncomingRequest(
@@ -165,10 +166,6 @@ class DuplexCall:
         return self._gone is True
 
     # ReplyStream
-
-    @property
-    def codec(self) -> str:
-        return "json" if self._head.codec == "json" else "msgpack"
 
     @property
     def paused(self) -> bool:
@@ -275,7 +272,7 @@ class DuplexCall:
         if self._input is None:
             return
         try:
-            value = decode_value(body, self._head.codec)
+            value = decode_value(body, self.codec)
         except RemoteProtocolError:
             # As on the other lane: an unreadable value ends the call.
             self._input.on_stop(killed=True)
