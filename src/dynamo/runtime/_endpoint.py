@@ -34,6 +34,7 @@ from dynamo.runtime._wire.records import (
 from dynamo.runtime.errors import DiscoveryError, RuntimeClosed
 
 if TYPE_CHECKING:
+    from dynamo.runtime._calls.context import Drain
     from dynamo.runtime._calls.ingress import Admission
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._discovery import DiscoveryBackend
@@ -60,6 +61,8 @@ class EndpointHome(Protocol):
     def backend(self) -> DiscoveryBackend: ...
     @property
     def replies(self) -> Replies: ...
+    @property
+    def drain(self) -> Drain: ...
     @property
     def closing(self) -> bool: ...
 
@@ -93,8 +96,10 @@ class ServedEndpoint:
         base: contextvars.Context,
         *,
         streamed: bool,
+        graceful: bool,
     ) -> None:
         self.name = name
+        self.graceful = graceful
         self._home = home
         self._path = endpoint_wire_path(name, home.backend.connection_id)
         self._ingress = EndpointIngress(
@@ -104,6 +109,7 @@ class ServedEndpoint:
             home.config,
             home.admission,
             base,
+            home.drain,
             streamed=streamed,
         )
         self._server: RequestServer | None = None
@@ -266,8 +272,10 @@ class Endpoint(Unconstructible):
                 iterator.  Called with the request, and with ``context=`` if it has a
                 parameter of that name.  A plain generator function may block: each of
                 its calls runs in a thread of its own.
-            graceful_shutdown: Accepted and without effect, as in the genuine runtime: a
-                shutdown waits for requests in flight either way.
+            graceful_shutdown: Whether a worker that is told to end by a signal waits
+                for requests in flight; False stops them at once, so that their callers
+                can go on elsewhere.  ``runtime.shutdown()`` waits for them either way,
+                as in the genuine runtime.  None is True.
             metrics_labels: Pairs of text to label the endpoint's metrics; for the
                 status server, which this version has not.
             health_check_payload: A request with which to probe the handler; for the
@@ -307,7 +315,7 @@ class Endpoint(Unconstructible):
 
         Args:
             generator: An async generator function of the stream of requests.
-            graceful_shutdown: Accepted and without effect, as for `serve_endpoint`.
+            graceful_shutdown: As for `serve_endpoint`.
             metrics_labels: Pairs of text to label the endpoint's metrics; for the
                 status server, which this version has not.
             handler: The same as ``generator``, under its documented name.
@@ -355,6 +363,7 @@ class Endpoint(Unconstructible):
             wrapped,
             contextvars.copy_context(),
             streamed=streamed,
+            graceful=graceful_shutdown is not False,
         )
         return self._home.run(life.serve())
 

@@ -36,6 +36,7 @@ from dynamo.runtime.errors import CallError, InvalidArgument, RemoteProtocolErro
 if TYPE_CHECKING:
     import contextvars
 
+    from dynamo.runtime._calls.context import Drain
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._transports import (
         IncomingCall,
@@ -134,6 +135,7 @@ class EndpointIngress:
         handler: The user's callable.
         admission: Shared by all endpoints of the worker.
         base: The context variables with which every call starts.
+        drain: Tells handlers that the worker is on its way out.
         streamed: Whether the handler takes a stream of requests instead of one.
     """
 
@@ -145,6 +147,7 @@ class EndpointIngress:
         config: RuntimeConfig,
         admission: Admission,
         base: contextvars.Context,
+        drain: Drain | None = None,
         *,
         streamed: bool,
     ) -> None:
@@ -154,6 +157,7 @@ class EndpointIngress:
         self.streamed = streamed
         self.config = config
         self.admission = admission
+        self.drain = drain
         self._base = base
         self._runs: set[_Run] = set()
         # What can be told without a call was told when the endpoint was served.
@@ -215,9 +219,12 @@ class EndpointIngress:
         return waiter
 
     def stop_all(self, *, killed: bool) -> None:
-        """Stop, or kill, every request in flight."""
+        """Stop every request in flight; ``killed`` leaves them no grace."""
         for run in list(self._runs):
-            run.on_stop(killed=killed)
+            if killed:
+                run.cut()
+            else:
+                run.on_stop(killed=False)
 
 
 class _Run:
@@ -282,6 +289,14 @@ class _Run:
             self._state.kill()
         else:
             self._state.stop()
+
+    def cut(self) -> None:
+        """The worker ends: no more time to end by itself, or for a cleanup."""
+        self.on_stop(killed=True)
+        if self._ran:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._cancel()
 
     def on_writable(self) -> None:
         if self._writable is not None and not self._writable.done():
@@ -366,6 +381,7 @@ class _Run:
             request.metadata,
             request.trace,
             deadline=request.deadline,
+            drain=self._endpoint.drain,
         )
         state.subscribe(self._on_context)
         if not await self._open():

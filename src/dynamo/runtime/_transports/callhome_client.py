@@ -380,6 +380,10 @@ class CallhomeClientLane:
         self._pools = RequestPools(loop, config)
         self._gates: dict[tuple[int, str], _Gate] = {}
 
+    def addresses(self) -> set[str]:
+        """Our own ends of the connections to workers."""
+        return self._pools.addresses()
+
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> _Call:
@@ -468,6 +472,7 @@ class CallhomeClientLane:
         return True
 
     async def aclose(self) -> None:
+        await self.listener.stop_accepting()
         self._pools.close()
         self.listener.close()
 

@@ -566,6 +566,10 @@ class _Link:
             self._connection = None
 
     @property
+    def connections(self) -> tuple[_WorkerConnection, ...]:
+        return tuple(self._connections)
+
+    @property
     def unused(self) -> bool:
         """Whether nothing is lost by forgetting it."""
         waits = self._not_before > self.loop.time()
@@ -618,6 +622,11 @@ class DuplexClientLane:
                 del self._links[old_key]
         link = self._links[key] = _Link(self, address)
         return link
+
+    def addresses(self) -> set[str]:
+        """Our own ends of all connections."""
+        links = self._links.values()
+        return {one.local for link in links for one in link.connections}
 
     async def aclose(self) -> None:
         """Make no more calls; those in progress run to their end."""
