@@ -57,6 +57,7 @@ SECONDS = [
         "1e2",
         100.0,
     ),
+    ("DYN_RUNTIME_BLOCKED_LOOP_SECS", "blocked_loop_s", 1.0, "0", 0.0),
     ("DYN_RUNTIME_CANCEL_GRACE_SECS", "cancel_grace_s", 5.0, "0", 0.0),
 ]
 

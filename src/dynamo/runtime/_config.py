@@ -62,6 +62,7 @@ class RuntimeConfig:
     drain_timeout_s: float
     cancel_grace_s: float
     close_timeout_s: float
+    blocked_loop_s: float
 
     status_port: int | None
 
@@ -348,5 +349,6 @@ def from_env(
         ),
         cancel_grace_s=read.seconds("DYN_RUNTIME_CANCEL_GRACE_SECS", 5.0),
         close_timeout_s=5.0,
+        blocked_loop_s=read.seconds("DYN_RUNTIME_BLOCKED_LOOP_SECS", 1.0),
         status_port=_status_port(read),
     )

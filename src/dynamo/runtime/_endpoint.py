@@ -182,6 +182,10 @@ class ServedEndpoint:
     async def idle(self) -> None:
         await self._ingress.idle()
 
+    def drives(self, task: asyncio.Task[Any]) -> bool:
+        """Whether that task runs the handler; in any thread."""
+        return self._ingress.drives(task)
+
     def stop_all(self, *, killed: bool) -> None:
         self._ingress.stop_all(killed=killed)
 

@@ -33,6 +33,7 @@ from dynamo.runtime._config import (
 from dynamo.runtime._discovery.instances import InstanceSet
 from dynamo.runtime._endpoint import Endpoint, ServedEndpoint
 from dynamo.runtime._observability.metrics import MetricsCallbacks
+from dynamo.runtime._observability.watchdog import LoopWatchdog
 from dynamo.runtime._sealed import Sealed
 from dynamo.runtime._transports.callhome_worker import Replies
 from dynamo.runtime._transports.connection import spawn
@@ -43,6 +44,7 @@ from dynamo.runtime.errors import RuntimeClosed
 
 if TYPE_CHECKING:
     from dynamo.runtime._discovery import DiscoveryBackend
+    from dynamo.runtime._discovery.liveness import Liveness
 
 _log = logging.getLogger("dynamo.runtime")
 
@@ -62,16 +64,21 @@ _KILLED_TIMEOUT_S = 0.5
 _BACKEND_TIMEOUT_S = 2.0
 
 
-def _new_backend(config: RuntimeConfig) -> DiscoveryBackend:
-    """The discovery backend; imported only when it is used."""
+def _new_backend(config: RuntimeConfig) -> tuple[DiscoveryBackend, Liveness | None]:
+    """The discovery backend and its thread, if any; imported only when it is used."""
     if config.discovery_backend == "file":
         from dynamo.runtime._discovery.file import FileBackend
+        from dynamo.runtime._discovery.liveness import Liveness
 
-        return FileBackend(config.file_root, private=config.embedded)
+        liveness = Liveness()
+        backend = FileBackend(
+            config.file_root, liveness=liveness, private=config.embedded
+        )
+        return backend, liveness
     if config.discovery_backend == "mem":
         from dynamo.runtime._discovery.memory import MemoryBackend
 
-        return MemoryBackend()
+        return MemoryBackend(), None
     raise ValueError(
         f"discovery backend {config.discovery_backend!r} is not part of this version: "
         "use 'file' (workers of one machine) or 'mem' (one process); "
@@ -86,7 +93,7 @@ class _Core:
         self, loop: asyncio.AbstractEventLoop | None, config: RuntimeConfig
     ) -> None:
         self.config = config
-        self.backend = _new_backend(config)
+        self.backend, self._liveness = _new_backend(config)
         self.admission = Admission(config.worker_pool_size, config.work_queue_size)
         self.metrics = MetricsCallbacks()
         self.replies = Replies()
@@ -423,6 +430,26 @@ class _Core:
         if self._sentinel is None:
             self._sentinel = _sentinel_of(weakref.ref(self))
             await anext(self._sentinel)
+            self._watch_loop()
+
+    def _watch_loop(self) -> None:
+        """Have it reported when somebody blocks our loop.
+
+        With ``mem`` there is no thread to look from, and none is started for this.
+        """
+        if self._liveness is None or self.config.blocked_loop_s == 0:
+            return
+        watchdog = LoopWatchdog(
+            self.loop, self.config.blocked_loop_s, _weakly(self._doing)
+        )
+        self._liveness.submit(_look_again_and_again(self._liveness, watchdog))
+
+    def _doing(self, task: asyncio.Task[Any]) -> str:
+        """What a task does for us; asked in another thread."""
+        for life in list(self._served):
+            if life.drives(task):
+                return f"handler {life.handler_name} of {life.name}"
+        return ""
 
     async def loop_ends(self) -> None:
         """The program closes the loop; every task has been cancelled before."""
@@ -468,6 +495,24 @@ class _Core:
                 await server.stop_accepting()
         finally:
             SharedServers.release(server)
+
+
+async def _look_again_and_again(liveness: Liveness, watchdog: LoopWatchdog) -> None:
+    """In the liveness thread, which ends it."""
+    liveness.every(watchdog.interval_s, watchdog.look)
+
+
+def _weakly(
+    method: Callable[[asyncio.Task[Any]], str],
+) -> Callable[[asyncio.Task[Any]], str]:
+    """The same without holding its object, which a program may just drop."""
+    reference = weakref.WeakMethod(method)
+
+    def call(task: asyncio.Task[Any]) -> str:
+        target = reference()
+        return "" if target is None else target(task)
+
+    return call
 
 
 async def _sentinel_of(reference: weakref.ref[_Core]) -> AsyncGenerator[None, None]:

@@ -218,6 +218,10 @@ class EndpointIngress:
             waiter.set_result(None)
         return waiter
 
+    def drives(self, task: asyncio.Task[Any]) -> bool:
+        """Whether that task runs one of our requests; in any thread."""
+        return any(run.runs_in(task) for run in list(self._runs))
+
     def stop_all(self, *, killed: bool) -> None:
         """Stop every request in flight; ``killed`` leaves them no grace."""
         for run in list(self._runs):
@@ -255,6 +259,9 @@ class _Run:
         self._task = spawn(self._loop, self._run(), base)
         # Not in the coroutine: a task cancelled before its first step never runs it.
         self._task.add_done_callback(self._end)
+
+    def runs_in(self, task: asyncio.Task[Any]) -> bool:
+        return self._task is task
 
     def _end(self, task: asyncio.Task[None]) -> None:
         if self._timer is not None:
