@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -250,3 +251,23 @@ async def test_a_connection_that_was_accepted_as_the_port_closed_is_cut_off() ->
         assert await within(reader.read(1)) == b""
     writer.close()
     port.close()
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_who_connects_as_the_port_closes_is_not_left_waiting(turns: int) -> None:
+    """The system has the connection, and the loop at each stage of accepting it."""
+    loop = asyncio.get_running_loop()
+    server = RequestServer(loop, make_runtime()._core.config)
+    port = await server.start("127.0.0.1", 0)
+    clients = [socket.socket() for _ in range(20)]
+    for one in clients:
+        one.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            one.connect(("127.0.0.1", port))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await server.stop_accepting()
+    server.close()
+    for one in clients:
+        with contextlib.suppress(ConnectionError), one:
+            assert await within(loop.sock_recv(one, 1)) == b""
