@@ -34,7 +34,7 @@ from dynamo.runtime._wire.records import (
 from dynamo.runtime.errors import DiscoveryError, RuntimeClosed
 
 if TYPE_CHECKING:
-    from dynamo.runtime._calls.ingress import Admission
+    from dynamo.runtime._calls.admission import Admission
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._discovery import DiscoveryBackend
     from dynamo.runtime._transports.callhome_worker import Replies

@@ -18,8 +18,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 from dynamo.runtime import _signals
+from dynamo.runtime._calls.admission import Admission
 from dynamo.runtime._calls.inbox import on_loop
-from dynamo.runtime._calls.ingress import Admission
 from dynamo.runtime._client import ClientHome
 from dynamo.runtime._config import (
     RuntimeConfig,
