@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from memory_lane import NAME, MemoryLane, Opened, record
 
+from dynamo.runtime._calls.choosing import Avoided, ClientHome
 from dynamo.runtime._calls.context import Context
 from dynamo.runtime._calls.streams import AsyncResponseStream
-from dynamo.runtime._client import Client, ClientHome, _Avoided
+from dynamo.runtime._client import Client
 from dynamo.runtime._config import from_env
 from dynamo.runtime._discovery.instances import InstanceSet
 from dynamo.runtime._discovery.memory import MemoryBackend
@@ -63,8 +64,8 @@ class Cluster:
 
     def client(self, mode: RouterMode = RouterMode.RoundRobin) -> Client:
         made = Client._of(self.home, mode)
-        made._chooser.withdrawn = _Avoided(self.clock)
-        made._chooser.overloaded = _Avoided(self.clock)
+        made._chooser.withdrawn = Avoided(self.clock)
+        made._chooser.overloaded = Avoided(self.clock)
         return made
 
     async def join(self, *numbers: int) -> None:
@@ -246,7 +247,7 @@ async def test_mode_kv_warns_once_and_chooses_at_random(
 
 def test_avoided_until_its_time_each_with_its_own():
     clock = Clock()
-    avoided = _Avoided(clock)
+    avoided = Avoided(clock)
     one, two = record(1), record(2)
     avoided.add(one, 5)
     clock.now_s += 3
@@ -260,7 +261,7 @@ def test_avoided_until_its_time_each_with_its_own():
 
 
 def test_not_listed_any_more_or_for_no_time_is_not_avoided():
-    avoided = _Avoided(Clock())
+    avoided = Avoided(Clock())
     avoided.add(None, 5)
     avoided.add(record(1), 0)
     assert record(1) not in avoided
@@ -268,14 +269,14 @@ def test_not_listed_any_more_or_for_no_time_is_not_avoided():
 
 
 def test_registered_again_under_the_same_id_is_a_clean_slate():
-    avoided = _Avoided(Clock())
+    avoided = Avoided(Clock())
     avoided.add(record(1), 5)
     assert record(1) not in avoided
 
 
 def test_instances_that_never_come_back_are_forgotten():
     clock = Clock()
-    avoided = _Avoided(clock)
+    avoided = Avoided(clock)
     kept = record(5000)
     for number in range(1000):
         avoided.add(record(number), 5)
@@ -442,7 +443,7 @@ async def test_waiting_has_a_limit(cluster: Cluster, timeout: float):
 async def test_waiting_ends_when_a_withdrawn_instance_is_back(cluster: Cluster):
     await cluster.join(1)
     client = cluster.client()
-    client._chooser.withdrawn = _Avoided(cluster.loop.time)
+    client._chooser.withdrawn = Avoided(cluster.loop.time)
     client._chooser.withdrawn.add(cluster.instances.get(1), 0.05)
     start = cluster.loop.time()
     assert await client.wait_for_instances(timeout=LIMIT_S) == [1]

@@ -17,7 +17,7 @@ from dynamo.runtime._calls.first_token import FirstTokenSource
 from dynamo.runtime._calls.handlers import Handler
 from dynamo.runtime._calls.ingress import EndpointIngress
 from dynamo.runtime._calls.worker_type import WorkerType
-from dynamo.runtime._client import Client, ClientHome
+from dynamo.runtime._client import Client
 from dynamo.runtime._observability.metrics import RuntimeMetrics
 from dynamo.runtime._routing.policies import RouterMode
 from dynamo.runtime._sealed import Unconstructible
@@ -35,6 +35,7 @@ from dynamo.runtime.errors import DiscoveryError, RuntimeClosed
 
 if TYPE_CHECKING:
     from dynamo.runtime._calls.admission import Admission
+    from dynamo.runtime._calls.choosing import ClientHome
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._discovery import DiscoveryBackend
     from dynamo.runtime._transports.callhome_worker import Replies

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 from dynamo.runtime import _signals
 from dynamo.runtime._calls.admission import Admission
+from dynamo.runtime._calls.choosing import ClientHome
 from dynamo.runtime._calls.inbox import on_loop
-from dynamo.runtime._client import ClientHome
 from dynamo.runtime._config import (
     RuntimeConfig,
     advertised_host,
