@@ -25,6 +25,7 @@ from dynamo.runtime._routing.policies import RouterMode
 from dynamo.runtime._sealed import Unconstructible
 from dynamo.runtime._transports import CallRequest
 from dynamo.runtime._wire.payload import encode_value
+from dynamo.runtime.errors import NoInstances
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -399,7 +400,7 @@ class Client(Unconstructible):
             annotated=bool(annotated),
             source=source,
         )
-        future = self._home.run(_stream_of(call))
+        future = self._home.run(_stream_of(call, self._home))
         if source is not None:
             future.add_done_callback(functools.partial(_let_go, call))
         return future
@@ -452,8 +453,11 @@ def _check_seconds(name: str, value: float | None) -> float | None:
         raise TypeError(f"argument '{name}': {error}") from None
 
 
-async def _stream_of(call: OutgoingCall) -> AsyncResponseStream:
-    await call.start()
+async def _stream_of(call: OutgoingCall, home: ClientHome) -> AsyncResponseStream:
+    try:
+        await call.start()
+    except NoInstances as error:
+        raise await home.explained(error) from error.__cause__
     return AsyncResponseStream._of(call)
 
 

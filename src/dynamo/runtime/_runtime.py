@@ -391,7 +391,7 @@ class _Core:
         if self._unhook is not None:
             self._unhook()
         for home in list(self._homes.values()):
-            await home.instances.aclose()
+            await home.aclose()
         if self._lane is not None:
             await self._lane.aclose()
         if self._server is not None:

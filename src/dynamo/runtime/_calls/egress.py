@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import errno
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
@@ -24,17 +25,21 @@ from typing import TYPE_CHECKING, Any
 from dynamo.runtime._calls.inbox import Inbox, on_loop, soon_on_loop
 from dynamo.runtime._calls.pump import FarPump, Pump
 from dynamo.runtime._calls.streams import Annotated
+from dynamo.runtime._routing.ejection import Failure
 from dynamo.runtime._wire.faults import exception_of_error, inhibits
 from dynamo.runtime.errors import (
     CallError,
+    CallTimeout,
     ConnectionFailed,
     NoInstances,
+    Refused,
     StreamBroken,
     WorkerLost,
 )
 
 if TYPE_CHECKING:
     from dynamo.runtime._calls.context import ContextState
+    from dynamo.runtime._discovery.health import Health
     from dynamo.runtime._discovery.instances import InstanceSet
     from dynamo.runtime._transports import (
         CallHandle,
@@ -50,6 +55,10 @@ _log = logging.getLogger("dynamo.runtime.egress")
 
 # A stopped worker closes the stream at once; one that does not is not waited for.
 _STOP_LIMIT_S = 5.0
+# What a connection may lack on this side: no fault of the instance.
+_OURS = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+)
 # A worker that drains leaves discovery before it takes its last calls.
 _LEFT_LIMIT_S = 1.0
 
@@ -63,26 +72,37 @@ class Selection:
     Args:
         choose: Picks an instance; raises `NoInstances` when there is none left.
         instances: The live view of the endpoint.
+        health: Told what calls saw of the instances.
         in_flight: How many calls each instance has, by id; kept by the calls.
-        withdraw: Told the id of an instance that this client should avoid for a while.
+        withdraw: Told the id of an instance that said it is not to be called, and how.
         overload: Told the id and for how many seconds to leave it alone.
         fixed: The caller named the instance: never move elsewhere.
     """
 
-    __slots__ = ("choose", "fixed", "in_flight", "instances", "overload", "withdraw")
+    __slots__ = (
+        "choose",
+        "fixed",
+        "health",
+        "in_flight",
+        "instances",
+        "overload",
+        "withdraw",
+    )
 
     def __init__(
         self,
         choose: Choose,
         instances: InstanceSet,
+        health: Health,
         in_flight: dict[int, int],
-        withdraw: Callable[[int], None],
+        withdraw: Callable[[int, str], None],
         overload: Callable[[int, float], None],
         *,
         fixed: bool = False,
     ) -> None:
         self.choose = choose
         self.instances = instances
+        self.health = health
         self.in_flight = in_flight
         self.withdraw = withdraw
         self.overload = overload
@@ -91,12 +111,54 @@ class Selection:
     def take(self, instance_id: int) -> None:
         """Count a call."""
         self.in_flight[instance_id] = self.in_flight.get(instance_id, 0) + 1
+        if self.health.troubled:
+            self.health.chosen(instance_id)
 
     def give_back(self, instance_id: int) -> None:
         """Count it no longer."""
         left = self.in_flight.pop(instance_id, 0) - 1
         if left > 0:
             self.in_flight[instance_id] = left
+        if self.health.troubled:
+            self.health.let_go(instance_id)
+
+    def blame(
+        self, instance_id: int, error: Exception, *, inhibits: bool = False
+    ) -> None:
+        """Draw the consequences of an error for the instance that it came from.
+
+        Args:
+            instance_id: That instance.
+            error: What its caller gets.
+            inhibits: The worker, or the lane, says that it will not be better soon.
+        """
+        failure = _failure_of(error, inhibits=inhibits)
+        if failure is not None:
+            self.health.failed(instance_id, failure)
+        elif isinstance(error, CallError) and error.retry_after is not None:
+            self.overload(instance_id, error.retry_after)
+        elif inhibits or isinstance(error, Refused):
+            self.withdraw(instance_id, str(error))
+
+
+def _failure_of(error: Exception, *, inhibits: bool) -> Failure | None:
+    """What this runtime saw an instance not do, as opposed to what the worker said."""
+    if isinstance(error, ConnectionFailed) and error.phase == "connect":
+        return None if _is_ours(error) else Failure.NO_CONNECTION
+    if isinstance(error, (ConnectionFailed, WorkerLost, StreamBroken)):
+        return Failure.CONNECTION_LOST
+    if isinstance(error, CallTimeout) and inhibits:
+        return Failure.NO_ANSWER
+    return None
+
+
+def _is_ours(error: BaseException | None) -> bool:
+    """Whether a connection failed for something that this process lacks."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _OURS:
+            return True
+        error = error.__cause__
+    return False
 
 
 class OutgoingCall:
@@ -200,11 +262,6 @@ class OutgoingCall:
     def _note(self, error: CallError, record: EndpointRecord) -> None:
         error.instance_id = record.instance_id
         error.attempts = self._attempts
-        if isinstance(error, ConnectionFailed):
-            self._selection.withdraw(record.instance_id)
-            self._selection.instances.suspect(record.instance_id, self._lane.probe)
-        elif error.retry_after is not None:
-            self._selection.overload(record.instance_id, error.retry_after)
         _log.debug("call %s: %s", self._request.call_id, error)
 
     async def _attempt(self, record: EndpointRecord) -> None:
@@ -240,6 +297,9 @@ class OutgoingCall:
             if not self._interrupted or _others_cancelled(self._opening):
                 raise
             return None
+        except CallError as error:
+            self._selection.blame(record.instance_id, error)
+            raise
         finally:
             self._opening = None
 
@@ -318,11 +378,14 @@ class OutgoingCall:
 
     def on_started(self) -> None:
         self._streaming = True
+        health = self._selection.health
+        if health.troubled and self._record is not None:
+            health.answered(self._record.instance_id)
         self._settle(None)
 
     def on_refused(self, error: Exception, *, inhibits: bool) -> None:
-        if inhibits and self._record is not None:
-            self._selection.withdraw(self._record.instance_id)
+        if self._record is not None:
+            self._selection.blame(self._record.instance_id, error, inhibits=inhibits)
         self._settle(error)
 
     def on_item(self, item: AnnotatedItem, size_bytes: int) -> None:
@@ -332,31 +395,40 @@ class OutgoingCall:
             self._inbox.put(item.data, size_bytes)
 
     def on_failed(self, error: ErrorObject) -> None:
+        raised = exception_of_error(error, instance_id=self.instance_id)
+        self._note_completed()
         if inhibits(error) and self.instance_id is not None:
-            self._selection.withdraw(self.instance_id)
-        self._finish(exception_of_error(error, instance_id=self.instance_id))
+            self._selection.blame(self.instance_id, raised, inhibits=True)
+        self._finish(raised)
 
     def on_ended(self) -> None:
+        self._note_completed()
         self._finish(None)
+
+    def _note_completed(self) -> None:
+        """The instance did its part, also if its handler failed."""
+        health = self._selection.health
+        if health.troubled and self._record is not None:
+            health.completed(self._record.instance_id)
 
     def on_lost(self, text: str) -> None:
         if self._stopped:
             self._finish(None)
             return
+        error: CallError
+        if self._streaming:
+            error = StreamBroken(f"Unavailable: {text}", instance_id=self.instance_id)
+        else:
+            error = WorkerLost(
+                "Unavailable: Worker disconnected before response stream was "
+                "established"
+            )
         if self._record is not None:
-            self._selection.withdraw(self._record.instance_id)
-            self._selection.instances.suspect(
-                self._record.instance_id, self._lane.probe
-            )
-        if not self._streaming:
-            self._settle(
-                WorkerLost(
-                    "Unavailable: Worker disconnected before response stream was "
-                    "established"
-                )
-            )
-            return
-        self._finish(StreamBroken(f"Unavailable: {text}", instance_id=self.instance_id))
+            self._selection.blame(self._record.instance_id, error)
+        if self._streaming:
+            self._finish(error)
+        else:
+            self._settle(error)
 
     def _finish(self, error: Exception | None) -> None:
         """The stream is over; what was received can still be read."""
