@@ -63,7 +63,9 @@ class Cluster:
         # Nobody who is ejected comes back by itself within a test.
         slow = {"ejection_first_s": 1000.0, "ejection_max_s": 1000.0, **settings}
         config = dataclasses.replace(from_env({}, "mem"), **slow)
-        self.home = ClientHome(self.loop, self.lane, self.instances, config, self._run)
+        self.home = ClientHome(
+            self.loop, self.lane, self.instances, config, self._run, lambda: None
+        )
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
         return self.loop.create_task(work)
@@ -317,7 +319,7 @@ async def test_of_many_reasons_the_text_has_a_few(cluster: Cluster):
     await cluster.join(*range(1, 9))
     client = cluster.client()
     for number in range(1, 9):
-        client._chooser._withdraw(number, f"bye {number}")
+        client._chooser.withdraw(number, f"bye {number}")
     with pytest.raises(NoInstances, match=r"8 withdrawn.*3: bye 3\)$") as caught:
         await client.round_robin(None)
     assert len(caught.value.facts["withdrawn"]) == 8  # type: ignore[arg-type]
@@ -391,10 +393,10 @@ async def test_the_last_that_is_not_withdrawn_is_called_too(cluster: Cluster):
     client = cluster.client()
     cluster.lane.failures[1] = ConnectionFailed("Unavailable: no")
     assert await cluster.chosen(client.round_robin, 1) == [2]
-    client._chooser._withdraw(2, "bye")
+    client._chooser.withdraw(2, "bye")
     with pytest.raises(ConnectionFailed):
         await client.round_robin(None)
-    client._chooser._withdraw(1, "bye")
+    client._chooser.withdraw(1, "bye")
     with pytest.raises(NoInstances) as caught:
         await client.round_robin(None)
     assert caught.value.facts["ejected"] == {1: "no connection could be made"}

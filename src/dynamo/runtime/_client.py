@@ -18,19 +18,18 @@ from dynamo.runtime._calls.choosing import Chooser
 from dynamo.runtime._calls.context import Context, new_id
 from dynamo.runtime._calls.egress import OutgoingCall
 from dynamo.runtime._calls.pump import Requests, iterator_of
-from dynamo.runtime._calls.streams import AsyncResponseStream
 from dynamo.runtime._discovery.instances import Instance
 from dynamo.runtime._discovery.model_cards import Wanted
 from dynamo.runtime._routing.policies import RouterMode
 from dynamo.runtime._sealed import Unconstructible
 from dynamo.runtime._transports import CallRequest
 from dynamo.runtime._wire.payload import encode_value
-from dynamo.runtime.errors import NoInstances
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dynamo.runtime._calls.choosing import ClientHome
+    from dynamo.runtime._calls.streams import AsyncResponseStream
     from dynamo.runtime._wire.records import EndpointRecord
 
 _log = logging.getLogger("dynamo.runtime.client")
@@ -380,7 +379,7 @@ class Client(Unconstructible):
             raise TypeError(
                 f"argument 'context': expected a Context, not {type(context).__name__}"
             )
-        asyncio.get_running_loop()
+        running = asyncio.get_running_loop()
         state = None if context is None else context._state
         packed = None if source is not None else encode_value(request, "msgpack")
         sent = CallRequest(
@@ -400,7 +399,10 @@ class Client(Unconstructible):
             annotated=bool(annotated),
             source=source,
         )
-        future = self._home.run(_stream_of(call, self._home))
+        if running is self._home.loop:
+            self._home.check()
+            return call.start()
+        future = self._home.run(_started(call))
         if source is not None:
             future.add_done_callback(functools.partial(_let_go, call))
         return future
@@ -453,12 +455,9 @@ def _check_seconds(name: str, value: float | None) -> float | None:
         raise TypeError(f"argument '{name}': {error}") from None
 
 
-async def _stream_of(call: OutgoingCall, home: ClientHome) -> AsyncResponseStream:
-    try:
-        await call.start()
-    except NoInstances as error:
-        raise await home.explained(error) from error.__cause__
-    return AsyncResponseStream._of(call)
+async def _started(call: OutgoingCall) -> AsyncResponseStream:
+    """For callers in other loops."""
+    return await call.start()
 
 
 def _check_id(instance_id: Any) -> int:

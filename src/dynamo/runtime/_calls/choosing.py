@@ -61,6 +61,7 @@ class ClientHome:
         instances: The live view of the endpoint.
         config: How long instances are avoided, how devices are weighed.
         run: Runs a coroutine on the home loop for whatever loop is running.
+        check: Raises if the runtime cannot be used in this process.
 
     Attributes:
         health: Which instances may be called, after what was seen of them.
@@ -75,6 +76,7 @@ class ClientHome:
         instances: InstanceSet,
         config: RuntimeConfig,
         run: Callable[[Coroutine[Any, Any, Any]], asyncio.Future[Any]],
+        check: Callable[[], None],
     ) -> None:
         self.loop = loop
         self.lane = lane
@@ -84,6 +86,7 @@ class ClientHome:
         self.in_flight: dict[int, int] = {}
         self.config = config
         self.run = run
+        self.check = check
         self._names: list[str] = []
         self._names_until = 0.0
 
@@ -275,17 +278,21 @@ class Chooser:
             self.home.instances,
             self.home.health,
             self.home.in_flight,
-            self._withdraw,
-            self._overload,
+            self,
             fixed=fixed,
         )
 
-    def _withdraw(self, instance_id: int, reason: str) -> None:
+    # `Told`: what the calls hear of the instances.
+
+    def withdraw(self, instance_id: int, reason: str) -> None:
         self._avoid(self.withdrawn, instance_id, self.home.config.inhibited_s, reason)
 
-    def _overload(self, instance_id: int, duration_s: float) -> None:
+    def overload(self, instance_id: int, duration_s: float) -> None:
         reason = f"asked to be left alone for {duration_s:g} s"
         self._avoid(self.overloaded, instance_id, duration_s, reason)
+
+    async def explained(self, error: NoInstances) -> NoInstances:
+        return await self.home.explained(error)
 
     def _avoid(
         self,
