@@ -28,7 +28,7 @@ from served import Served, served
 
 from dynamo.runtime import Context, DistributedRuntime, errors
 from dynamo.runtime._discovery.memory import MemoryStore
-from dynamo.runtime._transports import IncomingCall
+from dynamo.runtime._transports import IncomingCall, Rejection
 from dynamo.runtime._wire.callhome import (
     MAX_CONTROL_BYTES,
     encode_request_frame,
@@ -339,7 +339,7 @@ async def test_a_request_over_the_default_limit_is_refused_before_it_is_sent(
         offer = life._ingress.offer
         received: list[str] = []
 
-        def note(call: IncomingCall) -> str:
+        def note(call: IncomingCall) -> Rejection | None:
             received.append(call.path)
             return offer(call)
 

@@ -22,8 +22,8 @@ from dynamo.runtime._calls.handlers import Handler, ShapeError
 from dynamo.runtime._calls.inbox import Inbox, on_loop
 from dynamo.runtime._calls.items import ItemError, encode_item, has_data
 from dynamo.runtime._calls.streams import PyAsyncRequestStream, ResponseSender
+from dynamo.runtime._transports import Rejection
 from dynamo.runtime._transports.connection import spawn
-from dynamo.runtime._wire.callhome import OVERLOADED_TEXT
 from dynamo.runtime._wire.faults import (
     error_of_envelope,
     error_of_exception,
@@ -35,7 +35,7 @@ from dynamo.runtime.errors import CallError, InvalidArgument, RemoteProtocolErro
 if TYPE_CHECKING:
     import contextvars
 
-    from dynamo.runtime._calls.admission import Admission
+    from dynamo.runtime._calls.admission import Admits
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._transports import (
         IncomingCall,
@@ -62,7 +62,7 @@ class EndpointIngress:
         loop: The home loop, on which handlers run.
         path: What the requests name; for log lines and refusals.
         handler: The user's callable.
-        admission: Shared by all endpoints of the worker.
+        admission: Who decides how many run and wait.
         base: The context variables with which every call starts.
         streamed: Whether the handler takes a stream of requests instead of one.
     """
@@ -73,7 +73,7 @@ class EndpointIngress:
         path: str,
         handler: Handler,
         config: RuntimeConfig,
-        admission: Admission,
+        admission: Admits,
         base: contextvars.Context,
         *,
         streamed: bool,
@@ -95,17 +95,17 @@ class EndpointIngress:
     def in_flight(self) -> int:
         return len(self._runs)
 
-    def offer(self, call: IncomingCall) -> str:
-        """Take a request, or return the text with which it is refused."""
+    def offer(self, call: IncomingCall) -> Rejection | None:
+        """Take a request, or say why not."""
         if self._draining:
-            return f"Server unavailable: endpoint {self.path} is draining"
-        if not self.admission.reserve():
-            self.admission.report_refusal(self.loop.time())
-            return OVERLOADED_TEXT
+            return Rejection(f"Server unavailable: endpoint {self.path} is draining")
+        rejection = self.admission.reserve()
+        if rejection is not None:
+            return rejection
         run = _Run(self, call)
         self._runs.add(run)
         run.begin(self._base)
-        return ""
+        return None
 
     def ended(self, run: _Run) -> None:
         """A request is over, whatever way."""
