@@ -153,7 +153,7 @@ class Ejections:
         trouble = self.troubled.get(instance_id)
         if trouble is None or not trouble.kinds <= _UP_TO_ANSWER:
             return False
-        return self.completed(instance_id)
+        return self.forget(instance_id)
 
     def completed(self, instance_id: int) -> bool:
         """A stream came as far as it must: to its first item, or to its end."""
