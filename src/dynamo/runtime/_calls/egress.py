@@ -466,7 +466,7 @@ class OutgoingCall:
 
     def on_items(self, items: list[AnnotatedItem], size_bytes: int) -> None:
         if self._annotated:
-            self.inbox.put_all([Annotated._of(item) for item in items], size_bytes)
+            self.inbox.put_all(Annotated._of_all(items), size_bytes)
         else:
             data = [item.data for item in items if item.data is not None]
             self.inbox.put_all(data, size_bytes)

@@ -188,22 +188,22 @@ class Inbox:
 
     def _hand_all(self, items: list[Any]) -> list[Any]:
         """Hand out as many as there are readers; what is left."""
-        for at, item in enumerate(items):
+        given = 0
+        while self._waiters and given < len(items):
             self._handed += 1
-            if not self._hand(self._handed, item):
-                return items[at:]
-        return []
+            given += self._hand(self._handed, items[given])
+        return items[given:]
 
     def _hand(self, number: int, item: object) -> bool:
-        while self._waiters:
-            waiter = self._waiters.pop(0)
-            if not waiter.done():
-                waiter.number = number
-                waiter.set_result(item)
-                waiter.stream = None
-                return True
+        """Hand an item to the first waiter; False if that one gave up."""
+        waiter = self._waiters.pop(0)
+        if waiter.done():
             self._dead -= 1
-        return False
+            return False
+        waiter.number = number
+        waiter.set_result(item)
+        waiter.stream = None
+        return True
 
     def end(self, error: Exception | None, *, discard: bool = False) -> None:
         """No more items: after those that are here comes ``error`` once, or the end."""
@@ -293,12 +293,18 @@ class Inbox:
         self, number: int, item: object, error: BaseException | None
     ) -> None:
         if error is None:
-            # Whoever waits has waited for this one.
-            if not self._discarded and not self._hand(number, item):
-                self._returned = self._returned or []
-                bisect.insort(self._returned, (number, item), key=_number_of)
+            if not self._discarded:
+                self._hand_again(number, item)
         elif isinstance(error, Exception) and not isinstance(error, StopAsyncIteration):
             self._error = error
+
+    def _hand_again(self, number: int, item: object) -> None:
+        """Whoever waits has waited for this one; else it lies in front of the others."""
+        while self._waiters:
+            if self._hand(number, item):
+                return
+        self._returned = self._returned or []
+        bisect.insort(self._returned, (number, item), key=_number_of)
 
     # Readers in other loops.
 

@@ -43,9 +43,18 @@ class Annotated(Sealed):
 
     @classmethod
     def _of(cls, item: AnnotatedItem) -> Annotated:
-        self = cls.__new__(cls)
-        self._item = item
-        return self
+        return cls._of_all([item])[0]
+
+    @classmethod
+    def _of_all(cls, items: list[AnnotatedItem]) -> list[Annotated]:
+        # Without a call for each: this is the path of every item.
+        new = cls.__new__
+        made = []
+        for item in items:
+            self = new(cls)
+            self._item = item
+            made.append(self)
+        return made
 
     def data(self) -> Any:
         """The payload, the same object each time; None if the item has none."""
