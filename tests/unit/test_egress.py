@@ -541,6 +541,8 @@ async def test_a_reading_task_that_ends_otherwise_changes_nothing(world: World):
     assert stream._core._readers == [asyncio.current_task()]
     opened.events.on_ended()
     assert stream._core._readers == []
+    assert await read(stream) == []
+    assert stream._core.reader is None
 
 
 async def test_a_call_cancelled_while_connecting_is_not_counted(world: World):

@@ -528,6 +528,7 @@ class OutgoingCall:
             self._stop_timer.cancel()
         if self._context is not None:
             self._context.detach(self._on_context)
+        self.reader = None
         readers, self._readers = self._readers, []
         for reader in readers:
             reader.remove_done_callback(self._on_reader_done)
@@ -590,8 +591,10 @@ class OutgoingCall:
 
     def note_reader(self, reader: asyncio.Task[Any] | None) -> None:
         """Remember who reads, for `_on_reader_done`."""
+        if self._over:
+            return  # or a reader that fails would be held by what its error holds
         self.reader = reader
-        if reader is not None and reader not in self._readers and not self._over:
+        if reader is not None and reader not in self._readers:
             self._readers.append(reader)
             reader.add_done_callback(self._on_reader_done)
 

@@ -97,7 +97,8 @@ class StreamCore(Protocol):
 
     Attributes:
         inbox: Its items.
-        reader: The task that read last; any other is told of by `note_reader`.
+        reader: The task that read last, as long as the call cares; any other is told of
+            by `note_reader`.
     """
 
     inbox: Inbox
