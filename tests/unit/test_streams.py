@@ -240,6 +240,15 @@ async def test_item_that_arrives_in_the_turn_of_a_cancellation_is_not_lost(
     assert await home.rest() == ["first", "second"]
 
 
+async def test_a_wait_that_is_over_and_cancelled_by_hand_keeps_its_item(home: Home):
+    """Its result can still be asked for: the item must not come a second time."""
+    step = home.inbox.step()
+    home.put("first", "second")
+    assert not step.cancel()
+    assert await step == "first"
+    assert await home.read() == "second"
+
+
 async def test_wait_for_in_the_turn_of_the_item_delivers_or_keeps_it(home: Home):
     got: list[Any] = []
 
