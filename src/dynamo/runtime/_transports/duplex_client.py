@@ -491,6 +491,9 @@ class _Link:
             connection = await self._opened()
             if connection.side.going_away:
                 raise _draining(record)
+            if not connection.is_open:
+                # Lost between the turn in which it stood and this one.
+                raise self.failed("it was closed as soon as it stood")
         return connection
 
     def standing(self, record: EndpointRecord) -> _WorkerConnection | None:
