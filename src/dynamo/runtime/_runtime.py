@@ -18,10 +18,10 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 from dynamo.runtime import _signals
+from dynamo.runtime._calls.admission import Admission
+from dynamo.runtime._calls.choosing import ClientHome
 from dynamo.runtime._calls.context import Drain
 from dynamo.runtime._calls.inbox import on_loop
-from dynamo.runtime._calls.ingress import Admission
-from dynamo.runtime._client import ClientHome
 from dynamo.runtime._config import (
     RuntimeConfig,
     advertised_host,
@@ -471,7 +471,7 @@ class _Core:
         if self._unhook is not None:
             self._unhook()
         for home in list(self._homes.values()):
-            await home.instances.aclose()
+            await home.aclose()
         if self._lane is not None:
             await self._lane.aclose()
         await self._close_server()

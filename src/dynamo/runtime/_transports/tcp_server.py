@@ -24,6 +24,7 @@ from dynamo.runtime._transports.connection import (
 from dynamo.runtime._transports.duplex_worker import CallTaker, DuplexWorkerConnection
 from dynamo.runtime._wire.callhome import (
     INVALID_PATH_TEXT,
+    OVERLOADED_TEXT,
     RequestReader,
     RequestReceived,
     RequestTooLarge,
@@ -35,6 +36,7 @@ from dynamo.runtime._wire.duplex_frames import PREFACE
 
 if TYPE_CHECKING:
     from dynamo.runtime._config import RuntimeConfig
+    from dynamo.runtime._transports import Rejection
 
 _log = logging.getLogger("dynamo.runtime.server")
 
@@ -47,13 +49,10 @@ _HTTP_VERBS = (b"GET ", b"POST", b"PUT ", b"HEAD", b"PRI ", b"OPTI", b"DELE", b"
 
 
 class Taker(CallTaker, Protocol):
-    """Who serves a path: takes requests of either lane.
+    """Who serves a path: takes requests of either lane."""
 
-    Both methods return the text with which the request is refused; empty is accepted.
-    """
-
-    def take_request(self, request: RequestReceived) -> str:
-        """A request on the genuine lane."""
+    def take_request(self, request: RequestReceived) -> Rejection | None:
+        """Take a request of the genuine lane, or say why not."""
 
 
 class RequestServer:
@@ -112,7 +111,12 @@ class RequestServer:
         taker = self.taker(request.path)
         if taker is None:
             return unknown_endpoint_text(request.path)
-        return taker.take_request(request)
+        rejection = taker.take_request(request)
+        if rejection is None:
+            return ""
+        # This lane has no place for what else a full endpoint may have to say.
+        full = rejection.retry_after_s is not None
+        return OVERLOADED_TEXT if full else rejection.text
 
     def _duplex_connections(self) -> list[DuplexWorkerConnection]:
         every = list(self._connections)
