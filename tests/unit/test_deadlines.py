@@ -13,11 +13,12 @@ import pytest
 
 from dynamo.runtime._calls.context import Context
 from dynamo.runtime._calls.deadlines import (
+    NO_LIMITS,
     CallClock,
     Deadlines,
+    DefaultLimits,
     Limits,
     inherited,
-    limits_of,
     seconds_of,
     timed_out,
 )
@@ -282,10 +283,19 @@ def test_a_call_that_is_over_is_watched_no_more(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_earlier_of_timeout_and_deadline_holds():
     now = time.monotonic()
-    assert limits_of(1, math.inf, math.inf, now + 60).deadline_name == "timeout"
-    limits = limits_of(60, math.inf, math.inf, now + 1)
+    none = DefaultLimits(math.inf, math.inf, math.inf)
+    assert none.of_call(1, None, None, now + 60).deadline_name == "timeout"
+    limits = none.of_call(60, None, None, now + 1)
     assert (limits.deadline, limits.deadline_name) == (now + 1, "deadline")
-    assert limits_of(math.inf, 1, 2, None) == Limits(first_item_s=1, idle_s=2)
+    assert none.of_call(math.inf, 1, 2, None) == Limits(first_item_s=1, idle_s=2)
+    assert none.of_call(None, None, None, None) is NO_LIMITS
+
+
+def test_what_a_call_does_not_name_is_as_configured():
+    defaults = DefaultLimits(60.0, 20.0, math.inf)
+    limits = defaults.of_call(None, None, 5, None)
+    assert limits[1:] == ("timeout", 60.0, 20.0, 5.0)
+    assert defaults.of_call(math.inf, math.inf, None, None) == Limits()
 
 
 @pytest.mark.parametrize("value", ["1", None, True, [1]])

@@ -10,21 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from memory_lane import NAME, MemoryLane, Opened, record, silent, started
+from memory_lane import Opened, World, silent, started
 
 from dynamo.runtime._calls import egress
 from dynamo.runtime._calls.context import ContextState
-from dynamo.runtime._calls.egress import OutgoingCall, Selection
 from dynamo.runtime._calls.streams import Annotated, AsyncResponseStream
-from dynamo.runtime._discovery.instances import InstanceSet
-from dynamo.runtime._discovery.memory import MemoryBackend, MemoryStore
-from dynamo.runtime._transports import CallRequest
 from dynamo.runtime._wire.payload import AnnotatedItem
-from dynamo.runtime._wire.records import (
-    INSTANCES,
-    EndpointRecord,
-    encode_record,
-)
 from dynamo.runtime.errors import (
     CallError,
     ConnectionFailed,
@@ -40,60 +31,6 @@ from dynamo.runtime.errors import (
 )
 
 LIMIT_S = 5.0
-
-
-class World:
-    """Instances 1 and 2, a lane, and what was noted about them."""
-
-    def __init__(self, *, stands: bool = False) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.lane = MemoryLane(stands=stands)
-        self.backend = MemoryBackend(MemoryStore())
-        self.in_flight: dict[int, int] = {}
-        self.withdrawn: list[int] = []
-        self.overloaded: list[tuple[int, float]] = []
-
-    async def open(self) -> None:
-        for number in (1, 2):
-            one = record(number)
-            await self.backend.register(INSTANCES, one.key, encode_record(one))
-        self.instances = await InstanceSet.open(self.backend, NAME)
-
-    async def remove(self, number: int) -> None:
-        await self.backend.unregister(INSTANCES, record(number).key)
-        await asyncio.sleep(0)
-
-    def choose(self, tried: frozenset[int]) -> EndpointRecord:
-        for one in self.instances.records:
-            if one.instance_id not in tried:
-                return one
-        raise NoInstances("Unavailable: nobody")
-
-    def call(
-        self,
-        context: ContextState | None = None,
-        *,
-        annotated: bool = False,
-        fixed: bool = False,
-    ) -> OutgoingCall:
-        selection = Selection(
-            self.choose,
-            self.instances,
-            self.in_flight,
-            self.withdrawn.append,
-            lambda number, seconds: self.overloaded.append((number, seconds)),
-            fixed=fixed,
-        )
-        request = CallRequest(call_id="id", value=None, packed=b"\xc0", metadata={})
-        return OutgoingCall(
-            self.loop, self.lane, request, selection, context, annotated=annotated
-        )
-
-    async def stream(
-        self, context: ContextState | None = None, **options: bool
-    ) -> tuple[AsyncResponseStream, Opened]:
-        stream = await self.call(context, **options).start()
-        return stream, self.lane.opened[-1]
 
 
 @pytest.fixture(params=[False, True], ids=["connects", "connected"])

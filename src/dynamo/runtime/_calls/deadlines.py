@@ -140,24 +140,61 @@ class Limits(NamedTuple):
 NO_LIMITS = Limits()
 
 
-def limits_of(
-    timeout_s: float,
-    first_item_s: float,
-    idle_s: float,
-    deadline: float | None,
-) -> Limits:
-    """The limits of a call that begins now.
+class DefaultLimits:
+    """The limits of calls that name none of their own.
 
     Args:
-        timeout_s: For the whole call; infinity is no limit, as for the others.
+        timeout_s: For a whole call; infinity is no limit, as for the others.
         first_item_s: To the first item.
         idle_s: Between items.
-        deadline: That of the context, or None.
     """
-    now = time.monotonic()
-    if deadline is not None and deadline <= now + timeout_s:
-        return Limits(deadline, "deadline", deadline - now, first_item_s, idle_s)
-    return Limits(now + timeout_s, "timeout", timeout_s, first_item_s, idle_s)
+
+    __slots__ = ("_first_item_s", "_idle_s", "_none", "_timeout_s")
+
+    def __init__(self, timeout_s: float, first_item_s: float, idle_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._first_item_s = first_item_s
+        self._idle_s = idle_s
+        self._none = timeout_s == first_item_s == idle_s == math.inf
+
+    def of_call(
+        self,
+        timeout: float | None,
+        first_item_timeout: float | None,
+        idle_timeout: float | None,
+        deadline: float | None,
+    ) -> Limits:
+        """The limits of a call that begins now; `NO_LIMITS` if it has none.
+
+        Args:
+            timeout: What the caller gave, or None, as for the others.
+            first_item_timeout: To the first item.
+            idle_timeout: Between items.
+            deadline: That of the context, or of the running handler.
+
+        Raises:
+            TypeError: one of them is no number.
+            ValueError: one of them is negative, or not a number.
+        """
+        nothing = (
+            timeout is None and first_item_timeout is None and idle_timeout is None
+        )
+        if nothing and deadline is None and self._none:
+            return NO_LIMITS
+        timeout_s = _given("timeout", timeout, self._timeout_s)
+        first_item_s = _given(
+            "first_item_timeout", first_item_timeout, self._first_item_s
+        )
+        idle_s = _given("idle_timeout", idle_timeout, self._idle_s)
+        now = time.monotonic()
+        if deadline is not None and deadline <= now + timeout_s:
+            left_s = deadline - now
+            return Limits(deadline, "deadline", left_s, first_item_s, idle_s)
+        return Limits(now + timeout_s, "timeout", timeout_s, first_item_s, idle_s)
+
+
+def _given(name: str, value: float | None, default_s: float) -> float:
+    return default_s if value is None else seconds_of(name, value)
 
 
 class CallClock:
@@ -206,6 +243,10 @@ class CallClock:
         # What it would have told usually owns it: no cycle is left behind.
         self._expired = _nobody
 
+    def check(self) -> None:
+        """Look now: a limit may have passed, or be about to."""
+        self.look(time.monotonic())
+
     def started(self) -> None:
         """The handler runs: from now on items may come."""
         if self._first_at == math.inf:
@@ -226,6 +267,10 @@ class CallClock:
             self._idle_from = math.inf
         else:
             self._expect_item()
+
+    def detached(self) -> None:
+        """Nobody answers for now: no item is expected until `started`."""
+        self._idle_from = math.inf
 
     def _expect_item(self) -> None:
         if self._behind or self._idle_s == math.inf:
