@@ -294,7 +294,7 @@ def test_the_earlier_of_timeout_and_deadline_holds():
 def test_what_a_call_does_not_name_is_as_configured():
     defaults = DefaultLimits(60.0, 20.0, math.inf)
     limits = defaults.of_call(None, None, 5, None)
-    assert limits[1:] == ("timeout", 60.0, 20.0, 5.0)
+    assert limits == Limits(limits.deadline, "timeout", 60.0, 20.0, 5.0)
     assert defaults.of_call(math.inf, math.inf, None, None) == Limits()
 
 

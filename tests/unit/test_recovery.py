@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from memory_lane import Opened, World, silent
+from msgspec.structs import replace
 
 from dynamo.runtime._calls.context import ContextState
 from dynamo.runtime._calls.deadlines import Limits
@@ -374,7 +375,7 @@ async def test_it_is_asked_for_what_is_worth_another_worker(
     world: World, breaks: Callable[[Opened], None], kind: str
 ):
     asked = Asked(None)
-    options = asked.options._replace(limits=Limits(idle_s=SOON_S))
+    options = replace(asked.options, limits=Limits(idle_s=SOON_S))
     stream, opened = await world.stream(options=options)
     opened.item("a")
     breaks(opened)
@@ -473,7 +474,7 @@ async def test_a_broken_answer_that_nobody_wants_any_more_ends(world: World, way
 async def test_the_limit_of_the_whole_call_holds_for_all_attempts(world: World):
     asked = Asked("go on")
     world.lane.scripts[2] = silent
-    options = asked.options._replace(limits=whole(SOON_S).limits)
+    options = replace(asked.options, limits=whole(SOON_S).limits)
     stream, opened = await world.stream(options=options)
     opened.item("a")
     opened.events.on_lost("gone")
@@ -486,7 +487,7 @@ async def test_the_limit_of_the_whole_call_holds_for_all_attempts(world: World):
 
 async def test_the_idle_limit_begins_anew_with_the_next_worker(world: World):
     asked = Asked("go on", None)
-    options = asked.options._replace(limits=Limits(idle_s=SOON_S))
+    options = replace(asked.options, limits=Limits(idle_s=SOON_S))
     stream, opened = await world.stream(options=options)
     opened.item("a")
     assert await anext(stream) == "a"

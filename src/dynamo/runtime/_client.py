@@ -797,7 +797,7 @@ class Client(Unconstructible):
             packed=packed,
             metadata={} if state is None else dict(state.metadata),
             trace=None if state is None else state.trace,
-            deadline=options.deadline,
+            deadline=None if options is NO_OPTIONS else options.deadline,
         )
         call = OutgoingCall(
             self._home.loop,

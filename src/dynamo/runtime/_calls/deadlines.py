@@ -10,7 +10,9 @@ import contextvars
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from dynamo.runtime.errors import CallError, CallTimeout, StreamTimeout
 
@@ -118,7 +120,7 @@ def seconds_of(name: str, value: float) -> float:
     return float(value)
 
 
-class Limits(NamedTuple):
+class Limits(msgspec.Struct, frozen=True, gc=False):
     """How long a call may take; infinity is no limit.
 
     Attributes:
@@ -135,6 +137,11 @@ class Limits(NamedTuple):
     timeout_s: float = math.inf
     first_item_s: float = math.inf
     idle_s: float = math.inf
+
+    @property
+    def spent(self) -> bool:
+        """Whether there is no time at all."""
+        return self.timeout_s <= 0 or self.first_item_s <= 0
 
 
 NO_LIMITS = Limits()

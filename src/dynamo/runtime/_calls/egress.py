@@ -27,7 +27,7 @@ import logging
 import math
 import os
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -80,7 +80,7 @@ OnStreamLost = Callable[[int, StreamError], Any]
 them elsewhere, or None."""
 
 
-class CallOptions(NamedTuple):
+class CallOptions(msgspec.Struct, frozen=True):
     """What the caller wants of a call besides an answer.
 
     Attributes:
@@ -95,6 +95,7 @@ class CallOptions(NamedTuple):
 
     @property
     def deadline(self) -> float | None:
+        """For the worker; None if there is none."""
         deadline = self.limits.deadline
         return None if deadline == math.inf else deadline
 
@@ -264,7 +265,7 @@ class OutgoingCall:
         Args:
             failure: Why the last one did not take it.
         """
-        while self._goes_on():
+        while self._goes_on(failure):
             try:
                 record = self._selection.choose(self._tried)
             except NoInstances as nobody:
@@ -283,9 +284,9 @@ class OutgoingCall:
             else:
                 return
 
-    def _goes_on(self) -> bool:
-        if self._clock is not None:
-            # Nothing is sent that could not be answered in time.
+    def _goes_on(self, failure: CallError | None) -> bool:
+        """Nothing is sent that could not be answered in time."""
+        if self._clock is not None and (failure or self._options.limits.spent):
             self._clock.check()
         return not self._over
 
