@@ -125,6 +125,20 @@ async def test_no_second_attempt_is_made_when_nothing_is_left(world: World):
     assert len(refused) == len(world.lane.opened) == 1
 
 
+async def test_a_handler_that_starts_too_late_is_not_waited_for(world: World):
+    def start_late(opened: Opened) -> None:
+        while time.monotonic() < call._options.limits.deadline:
+            pass
+        opened.events.on_started()
+
+    world.lane.scripts[1] = start_late
+    limits = whole(SOON_S).limits
+    call = world.call(options=CallOptions(replace(limits, idle_s=60.0)))
+    error = await failure(call.start(), CallTimeout)
+    assert error.facts["limit"] == "timeout"
+    assert world.lane.opened[0].done == ["kill"]
+
+
 async def test_items_that_came_in_time_are_read_and_then_the_error(world: World):
     stream, opened = await world.stream(options=whole(SOON_S))
     opened.item("a")
@@ -134,6 +148,23 @@ async def test_items_that_came_in_time_are_read_and_then_the_error(world: World)
     error = await failure(anext(stream), StreamTimeout)
     assert facts(error) == ("timeout", 2, "stream", 1)
     assert await read(stream) == []
+
+
+@pytest.mark.parametrize(
+    ("left_s", "error", "kind"),
+    [
+        (0.04, TimeoutError("late"), StreamTimeout),
+        (60, TimeoutError("late"), RemoteError),
+        (0.04, RuntimeError("boom"), RemoteError),
+    ],
+)
+async def test_a_handler_that_saw_the_deadline_first_is_not_blamed(
+    world: World, left_s: float, error: Exception, kind: type[CallError]
+):
+    stream, opened = await world.stream(options=whole(left_s))
+    opened.fail(error)
+    raised = await failure(anext(stream), kind)
+    assert ("limit" in raised.facts) is (kind is StreamTimeout)
 
 
 async def test_the_first_item_has_a_limit_of_its_own(world: World):

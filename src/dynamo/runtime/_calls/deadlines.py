@@ -28,6 +28,7 @@ inherited: contextvars.ContextVar[float | None] = contextvars.ContextVar(
 _PAUSE_S = 0.002
 # Timers may come early by the resolution of the loop's clock.
 _EARLY_S = 0.001
+_SAME_MOMENT_S = 0.05
 # A loop that is later than this for an appointment stood still: what came meanwhile is
 # read first.
 _STOOD_STILL_S = 0.05
@@ -254,8 +255,20 @@ class CallClock:
         """Look now: a limit may have passed, or be about to."""
         self.look(time.monotonic())
 
+    def passes_now(self) -> bool:
+        """Whether the deadline passes in this moment; its owner is told then.
+
+        A handler knows the deadline too, and what it calls in turn: their reports that
+        it passed may come just before we see it ourselves.
+        """
+        if self._limits.deadline - time.monotonic() > _SAME_MOMENT_S:
+            return False
+        self._expired(self._limits.deadline_name, self._limits.timeout_s)
+        return True
+
     def started(self) -> None:
-        """The handler runs: from now on items may come."""
+        """The handler runs: from now on items may come, unless it is too late."""
+        self.check()
         if self._first_at == math.inf:
             self._expect_item()
 
@@ -280,7 +293,8 @@ class CallClock:
         self._idle_from = math.inf
 
     def _expect_item(self) -> None:
-        if self._behind or self._idle_s == math.inf:
+        over = self._expired is _nobody
+        if over or self._behind or self._idle_s == math.inf:
             return
         self._idle_from = time.monotonic()
         due_at = self._idle_from + self._idle_s

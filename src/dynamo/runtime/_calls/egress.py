@@ -526,9 +526,11 @@ class OutgoingCall:
 
     def on_started(self) -> None:
         self._watch_no_more()
-        self._reached = self._streaming = True
         if self._clock is not None:
             self._clock.started()
+            if self._over:
+                return
+        self._reached = self._streaming = True
         self._settle()
 
     def on_refused(self, error: Exception, *, inhibits: bool) -> None:
@@ -552,6 +554,9 @@ class OutgoingCall:
             self._inbox.put(item.data, size_bytes)
 
     def on_failed(self, error: ErrorObject) -> None:
+        late = error.error_class == "DeadlineExceeded"
+        if late and self._clock is not None and self._clock.passes_now():
+            return
         failure = exception_of_error(error, instance_id=self.instance_id)
         if inhibits(error):
             self._withdraw()

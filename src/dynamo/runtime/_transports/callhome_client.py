@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -510,7 +511,8 @@ def remaining_ms(request: CallRequest) -> int | None:
             phase="send",
             facts={"limit": "deadline", "seconds": left_s, "items": 0},
         )
-    return int(left_s * 1000)
+    # Rounded up: the caller is to be the first to know.
+    return math.ceil(left_s * 1000)
 
 
 def encode_for(
