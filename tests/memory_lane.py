@@ -19,8 +19,10 @@ from dynamo.runtime._calls.egress import (
     Selection,
 )
 from dynamo.runtime._calls.streams import AsyncResponseStream
+from dynamo.runtime._discovery.health import Health
 from dynamo.runtime._discovery.instances import InstanceSet
 from dynamo.runtime._discovery.memory import MemoryBackend, MemoryStore
+from dynamo.runtime._routing.ejection import EjectionPolicy
 from dynamo.runtime._routing.retry import RetryBudget
 from dynamo.runtime._transports import CallEvents, CallRequest
 from dynamo.runtime._wire.faults import error_of_exception
@@ -150,6 +152,12 @@ class World:
         for number in (1, 2):
             await self.add(number)
         self.instances = await InstanceSet.open(self.backend, NAME)
+        policy = EjectionPolicy(first_s=1000.0, max_s=1000.0)
+        self.health = Health(self.loop, self.instances, self.lane.probe, policy)
+
+    @property
+    def usable(self) -> list[int]:
+        return [one.instance_id for one in self.health.usable]
 
     async def add(self, number: int) -> None:
         one = record(number)
@@ -166,6 +174,15 @@ class World:
                 return one
         raise NoInstances("Unavailable: nobody")
 
+    def withdraw(self, instance_id: int, reason: str) -> None:
+        self.withdrawn.append(instance_id)
+
+    def overload(self, instance_id: int, duration_s: float) -> None:
+        self.overloaded.append((instance_id, duration_s))
+
+    async def explained(self, error: NoInstances) -> NoInstances:
+        return error
+
     def call(
         self,
         context: ContextState | None = None,
@@ -177,9 +194,9 @@ class World:
         selection = Selection(
             self.choose,
             self.instances,
+            self.health,
             self.in_flight,
-            self.withdrawn.append,
-            lambda number, seconds: self.overloaded.append((number, seconds)),
+            self,
             self.budget,
             fixed=fixed,
         )

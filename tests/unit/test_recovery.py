@@ -39,6 +39,7 @@ async def world(request: pytest.FixtureRequest):
     await made.open()
     yield made
     made.instances.close()
+    await made.health.aclose()
     await made.backend.aclose()
     # Whatever became of the calls.
     assert made.in_flight == {}
@@ -98,6 +99,7 @@ async def test_a_connection_that_does_not_come_to_stand_ends_at_the_limit():
     assert world.lane.opened == []
     assert world.in_flight == {}
     world.instances.close()
+    await world.health.aclose()
     await world.backend.aclose()
 
 
@@ -173,17 +175,33 @@ async def test_the_first_item_has_a_limit_of_its_own(world: World):
     error = await failure(anext(stream), StreamTimeout)
     assert facts(error) == ("first_item_timeout", 0, "stream", 1)
     assert opened.done == ["kill"]
-    assert world.withdrawn == []
 
 
-async def test_an_idle_worker_is_left_and_avoided(world: World):
-    stream, opened = await world.stream(options=CallOptions(Limits(idle_s=SOON_S)))
-    opened.item("a")
-    assert await anext(stream) == "a"
-    error = await failure(anext(stream), StreamTimeout)
-    assert facts(error) == ("idle_timeout", 1, "stream", 1)
-    assert opened.done == ["kill"]
-    assert world.withdrawn == [1]
+@pytest.mark.parametrize(
+    ("limits", "items"),
+    [(Limits(idle_s=SOON_S), 1), (Limits(first_item_s=SOON_S), 0)],
+    ids=["idle", "first item"],
+)
+async def test_a_worker_that_lets_its_callers_wait_is_left_out(
+    world: World, limits: Limits, items: int
+):
+    for _ in range(3):
+        assert world.usable == [1, 2]
+        stream, opened = await world.stream(options=CallOptions(limits))
+        for _ in range(items):
+            opened.item("a")
+            assert await anext(stream) == "a"
+        error = await failure(anext(stream), StreamTimeout)
+        assert error.facts["items"] == items
+        assert opened.done == ["kill"]
+    assert world.usable == [2]
+
+
+async def test_a_limit_of_the_whole_call_is_no_fault_of_its_instance(world: World):
+    for _ in range(3):
+        stream, _ = await world.stream(options=whole(SOON_S))
+        await failure(anext(stream), StreamTimeout)
+    assert world.usable == [1, 2]
 
 
 async def test_a_reader_that_is_behind_is_no_idle_worker(world: World):

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import errno
 import functools
 import logging
 import math
 import os
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 
@@ -35,6 +36,7 @@ from dynamo.runtime._calls.deadlines import NO_LIMITS, CallClock, Limits, timed_
 from dynamo.runtime._calls.inbox import Inbox, on_loop, soon_on_loop
 from dynamo.runtime._calls.pump import FarPump, Pump
 from dynamo.runtime._calls.streams import Annotated, AsyncResponseStream
+from dynamo.runtime._routing.ejection import Failure
 from dynamo.runtime._routing.retry import may_be_sent_again
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import spawn
@@ -42,16 +44,20 @@ from dynamo.runtime._wire.faults import exception_of_error, inhibits
 from dynamo.runtime._wire.payload import encode_value
 from dynamo.runtime.errors import (
     CallError,
+    CallTimeout,
     ConnectionFailed,
     NoInstances,
+    Refused,
     StreamBroken,
     StreamError,
+    StreamTimeout,
     WorkerLost,
 )
 
 if TYPE_CHECKING:
     from dynamo.runtime._calls.context import ContextState
     from dynamo.runtime._calls.deadlines import Deadlines
+    from dynamo.runtime._discovery.health import Health
     from dynamo.runtime._discovery.instances import InstanceSet
     from dynamo.runtime._routing.retry import RetryBudget
     from dynamo.runtime._transports import (
@@ -68,6 +74,10 @@ _log = logging.getLogger("dynamo.runtime.egress")
 
 # A stopped worker closes the stream at once; one that does not is not waited for.
 _STOP_LIMIT_S = 5.0
+# What a connection may lack on this side: no fault of the instance.
+_OURS = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+)
 # A worker that drains leaves discovery before it takes its last calls.
 _LEFT_LIMIT_S = 1.0
 
@@ -103,15 +113,28 @@ class CallOptions(msgspec.Struct, frozen=True):
 NO_OPTIONS = CallOptions()
 
 
+class Told(Protocol):
+    """What one client keeps of what its instances said, and knows of who is there."""
+
+    def withdraw(self, instance_id: int, reason: str) -> None:
+        """An instance is not to be called for a while."""
+
+    def overload(self, instance_id: int, duration_s: float) -> None:
+        """An instance is to be left alone for so many seconds."""
+
+    async def explained(self, error: NoInstances) -> NoInstances:
+        """The same error, with what must be looked up first."""
+
+
 class Selection:
     """How a call finds its instance: a choice, and what to tell of how it went.
 
     Args:
         choose: Picks an instance; raises `NoInstances` when there is none left.
         instances: The live view of the endpoint.
+        health: Told what calls saw of the instances.
         in_flight: How many calls each instance has, by id; kept by the calls.
-        withdraw: Told the id of an instance that this client should avoid for a while.
-        overload: Told the id and for how many seconds to leave it alone.
+        client: Told what the instances said about themselves.
         budget: For moves beyond the first of a call.
         fixed: The caller named the instance: never move elsewhere.
     """
@@ -119,41 +142,86 @@ class Selection:
     __slots__ = (
         "budget",
         "choose",
+        "client",
         "fixed",
+        "health",
         "in_flight",
         "instances",
-        "overload",
-        "withdraw",
     )
 
     def __init__(
         self,
         choose: Choose,
         instances: InstanceSet,
+        health: Health,
         in_flight: dict[int, int],
-        withdraw: Callable[[int], None],
-        overload: Callable[[int, float], None],
+        client: Told,
         budget: RetryBudget,
         *,
         fixed: bool = False,
     ) -> None:
         self.choose = choose
         self.instances = instances
+        self.health = health
         self.in_flight = in_flight
-        self.withdraw = withdraw
-        self.overload = overload
+        self.client = client
         self.budget = budget
         self.fixed = fixed
 
     def take(self, instance_id: int) -> None:
         """Count a call."""
         self.in_flight[instance_id] = self.in_flight.get(instance_id, 0) + 1
+        if self.health.troubled:
+            self.health.chosen(instance_id)
 
     def give_back(self, instance_id: int) -> None:
         """Count it no longer."""
         left = self.in_flight.pop(instance_id, 0) - 1
         if left > 0:
             self.in_flight[instance_id] = left
+        if self.health.troubled:
+            self.health.let_go(instance_id)
+
+    def blame(
+        self, instance_id: int, error: Exception, *, inhibits: bool = False
+    ) -> None:
+        """Draw the consequences of an error for the instance that it came from.
+
+        Args:
+            instance_id: That instance.
+            error: What its caller gets.
+            inhibits: The worker, or the lane, says that it will not be better soon.
+        """
+        failure = _failure_of(error, inhibits=inhibits)
+        if failure is not None:
+            self.health.failed(instance_id, failure)
+        elif isinstance(error, CallError) and error.retry_after is not None:
+            self.client.overload(instance_id, error.retry_after)
+        elif inhibits or isinstance(error, Refused):
+            self.client.withdraw(instance_id, str(error))
+
+
+def _failure_of(error: Exception, *, inhibits: bool) -> Failure | None:
+    """What this runtime saw an instance not do, as opposed to what the worker said."""
+    if isinstance(error, ConnectionFailed) and error.phase == "connect":
+        return None if _is_ours(error) else Failure.NO_CONNECTION
+    if isinstance(error, (ConnectionFailed, WorkerLost, StreamBroken)):
+        return Failure.CONNECTION_LOST
+    if isinstance(error, CallTimeout) and inhibits:
+        return Failure.NO_ANSWER
+    if isinstance(error, (CallTimeout, StreamTimeout)):
+        waited = error.facts.get("limit") in ("first_item_timeout", "idle_timeout")
+        return Failure.NO_ITEM if waited else None
+    return None
+
+
+def _is_ours(error: BaseException | None) -> bool:
+    """Whether a connection failed for something that this process lacks."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _OURS:
+            return True
+        error = error.__cause__
+    return False
 
 
 class _Result(asyncio.Future[AsyncResponseStream]):
@@ -269,8 +337,11 @@ class OutgoingCall:
             try:
                 record = self._selection.choose(self._tried)
             except NoInstances as nobody:
-                # Those that are left were tried: the first hand account says more.
-                self._fail(failure or nobody)
+                if failure is None:
+                    self._opening = spawn(self._loop, self._explain(nobody))
+                else:
+                    # Those that are left were tried: the first hand account says more.
+                    self._fail(failure)
                 return
             except CallError as error:
                 self._fail(error)
@@ -305,9 +376,7 @@ class OutgoingCall:
         try:
             handle = await self._lane.open(record, self._request, self)
         except asyncio.CancelledError:
-            if self._opening is not None:
-                # Not by us: the program ends all tasks that it finds.
-                self._abandon()
+            self._on_opening_cancelled()
             raise
         except Exception as error:  # noqa: BLE001 - it is forwarded to the caller
             self._opening = None
@@ -316,7 +385,20 @@ class OutgoingCall:
             self._opening = None
             self._on_sent(handle)
 
-    def _abandon(self) -> None:
+    async def _explain(self, nobody: NoInstances) -> None:
+        """Fail with an error that knows more than the choice did."""
+        try:
+            explained = await self._selection.client.explained(nobody)
+        except asyncio.CancelledError:
+            self._on_opening_cancelled()
+            raise
+        self._opening = None
+        self._fail(explained)
+
+    def _on_opening_cancelled(self) -> None:
+        if self._opening is None:
+            return  # by us
+        # The program ends all tasks that it finds.
         if self._result is not None:
             self._result.cancel()
         else:
@@ -333,15 +415,15 @@ class OutgoingCall:
             self._record.instance_id, self._on_removed
         )
 
-    def _not_taken(self, error: Exception) -> None:
+    def _not_taken(self, error: Exception, *, inhibits: bool = False) -> None:
         """There will be no stream from this instance; perhaps there is from another."""
-        if not self._over and self._may_move(error):
+        if not self._over and self._may_move(error, inhibits=inhibits):
             self._go_on(cast("CallError", error))
 
-    def _may_move(self, error: Exception) -> bool:
+    def _may_move(self, error: Exception, *, inhibits: bool = False) -> bool:
         """Let go of an instance, and fail the call unless another may be tried."""
         assert self._record is not None
-        self._detach()
+        self._detach(error, inhibits=inhibits)
         if isinstance(error, CallError):
             self._note(error, self._record)
             if self._may_be_sent_again(error):
@@ -350,12 +432,14 @@ class OutgoingCall:
         self._fail(error)
         return False
 
-    def _detach(self) -> None:
-        """Let go of an instance; if it has the request, it hears that we left."""
+    def _detach(self, error: Exception, *, inhibits: bool = False) -> None:
+        """Let go of an instance for that reason; if it has the request, it hears so."""
         self._watch_no_more()
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.kill()
+        if self._counted is not None:
+            self._selection.blame(self._counted, error, inhibits=inhibits)
         self._count(None)
         self._reached = self._streaming = False
 
@@ -381,11 +465,6 @@ class OutgoingCall:
     def _note(self, error: CallError, record: EndpointRecord) -> None:
         error.instance_id = record.instance_id
         self._failures.append((record.instance_id, str(error)))
-        if isinstance(error, ConnectionFailed):
-            self._selection.withdraw(record.instance_id)
-            self._selection.instances.suspect(record.instance_id, self._lane.probe)
-        elif error.retry_after is not None:
-            self._selection.overload(record.instance_id, error.retry_after)
         _log.debug("call %s: %s", self._request.call_id, error)
 
     def _fail(self, error: Exception) -> None:
@@ -393,7 +472,7 @@ class OutgoingCall:
         result, self._result = self._result, None
         if result is None:
             self._interrupt()
-            self._detach()
+            self._detach(error)
             if self._broken is not None and not isinstance(error, StreamError):
                 self._broken.__cause__ = error
                 error = self._broken
@@ -461,9 +540,10 @@ class OutgoingCall:
             instance_id=self.instance_id,
         )
         if limit == "idle_timeout":
-            self._withdraw()  # as the genuine client does
             self._break_off(error)
         else:
+            self._interrupt()
+            self._detach(error)
             self._fail(error)
 
     # While the instance has the request, and nothing was heard of it.
@@ -531,17 +611,13 @@ class OutgoingCall:
             if self._over:
                 return
         self._reached = self._streaming = True
+        health = self._selection.health
+        if health.troubled and self._record is not None:
+            health.answered(self._record.instance_id)
         self._settle()
 
     def on_refused(self, error: Exception, *, inhibits: bool) -> None:
-        if inhibits:
-            self._withdraw()
-        self._not_taken(error)
-
-    def _withdraw(self) -> None:
-        """Avoid the instance for a while."""
-        if self._record is not None:
-            self._selection.withdraw(self._record.instance_id)
+        self._not_taken(error, inhibits=inhibits)
 
     def on_item(self, item: AnnotatedItem, size_bytes: int) -> None:
         if self._clock is not None:
@@ -558,24 +634,26 @@ class OutgoingCall:
         if late and self._clock is not None and self._clock.passes_now():
             return
         failure = exception_of_error(error, instance_id=self.instance_id)
+        self._note_completed()
         if inhibits(error):
-            self._withdraw()
-            self._break_off(failure)
+            self._break_off(failure, inhibits=True)
         else:
             self._finish(failure)
 
     def on_ended(self) -> None:
+        self._note_completed()
         self._finish(None)
+
+    def _note_completed(self) -> None:
+        """The instance did its part, also if its handler failed."""
+        health = self._selection.health
+        if health.troubled and self._record is not None:
+            health.completed(self._record.instance_id)
 
     def on_lost(self, text: str) -> None:
         if self._stopped:
             self._finish(None)
             return
-        self._withdraw()
-        if self._record is not None:
-            self._selection.instances.suspect(
-                self._record.instance_id, self._lane.probe
-            )
         if self._streaming:
             self._break_off(
                 StreamBroken(f"Unavailable: {text}", instance_id=self.instance_id)
@@ -590,9 +668,9 @@ class OutgoingCall:
 
     # Continuing a broken answer elsewhere.
 
-    def _break_off(self, error: Exception) -> None:
+    def _break_off(self, error: Exception, *, inhibits: bool = False) -> None:
         """The answer ends too early: have it continued, or raise the error."""
-        self._detach()
+        self._detach(error, inhibits=inhibits)
         if self._clock is not None:
             self._clock.detached()
         if not isinstance(error, StreamError) or self._stopped:

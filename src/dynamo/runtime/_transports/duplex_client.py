@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("dynamo.runtime.duplex")
 
 _BACKOFF_FIRST_S = 0.05
-_BACKOFF_MAX_S = 1.0
+_BACKOFF_MAX_S = 0.2
 _LOST_TEXT = "Stream ended before generation completed"
 
 
@@ -461,6 +461,7 @@ class _Link:
         self._opening: asyncio.Task[_WorkerConnection] | None = None
         self._failures = 0
         self._not_before = 0.0
+        self._last_failure = ""
 
     def failed(self, reason: str, phase: str = "connect") -> ConnectionFailed:
         return ConnectionFailed(
@@ -504,6 +505,9 @@ class _Link:
 
     async def _opened(self) -> _WorkerConnection:
         """Open one connection, whatever the number of calls that want it."""
+        if self.loop.time() < self._not_before:
+            # Nobody waits to hear what is known: another instance may take the call.
+            raise self.failed(f"{self._last_failure} (a moment ago)")
         if self._opening is None:
             self._opening = spawn(self.loop, self._open())
             self._opening.add_done_callback(self._on_opened)
@@ -520,7 +524,6 @@ class _Link:
         return opening.result()
 
     async def _open(self) -> _WorkerConnection:
-        await asyncio.sleep(max(0.0, self._not_before - self.loop.time()))
         limit_s = self.config.connect_timeout_s
         began = self.loop.time()
         async with self._lane.connecting:
@@ -561,6 +564,9 @@ class _Link:
             self._not_before = 0.0
             self._connection = task.result()
             return
+        error = task.exception()
+        facts = error.facts if isinstance(error, CallError) else {}
+        self._last_failure = str(facts.get("reason", error))
         # The first failure is followed by a try at once: a worker may have come back.
         if self._failures:
             pause_s = _BACKOFF_FIRST_S * 2 ** min(self._failures - 1, 10)
@@ -571,6 +577,10 @@ class _Link:
         self._connections.discard(connection)
         if self._connection is connection:
             self._connection = None
+
+    @property
+    def connections(self) -> tuple[_WorkerConnection, ...]:
+        return tuple(self._connections)
 
     @property
     def unused(self) -> bool:
@@ -639,6 +649,11 @@ class DuplexClientLane:
                 del self._links[old_key]
         link = self._links[key] = _Link(self, address)
         return link
+
+    def addresses(self) -> set[str]:
+        """Our own ends of all connections."""
+        links = self._links.values()
+        return {one.local for link in links for one in link.connections}
 
     async def aclose(self) -> None:
         """Make no more calls; those in progress run to their end."""
