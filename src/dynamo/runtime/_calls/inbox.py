@@ -138,6 +138,7 @@ class Inbox:
         "_on_full",
         "_reading",
         "_returned",
+        "_starved",
         "_waiters",
         "home",
     )
@@ -161,6 +162,8 @@ class Inbox:
         self._discarded = False
         self._error: Exception | None = None
         self._full = False
+        # Told once that a reader waits and nothing is left.
+        self._starved: Callable[[], None] | None = None
 
     @property
     def ended(self) -> bool:
@@ -194,6 +197,17 @@ class Inbox:
             given += self._hand(self._handed, items[given])
         return items[given:]
 
+    def when_read(self, starved: Callable[[], None]) -> None:
+        """Call back once a reader waits and all that came was read."""
+        self._starved = starved
+        if len(self._waiters) > self._dead:
+            self._tell_starved()
+
+    def _tell_starved(self) -> None:
+        starved, self._starved = self._starved, None
+        if starved is not None:
+            self.home.call_soon(starved)
+
     def _hand(self, number: int, item: object) -> bool:
         """Hand an item to the first waiter; False if that one gave up."""
         waiter = self._waiters.pop(0)
@@ -215,6 +229,7 @@ class Inbox:
         if self._ended:
             return
         self._ended = True
+        self._starved = None
         self._error = error
         if discard or not self._full:
             # Whoever is told usually owns us: no cycle is left behind.
@@ -256,6 +271,8 @@ class Inbox:
             return _fail(loop.create_future(), self._next_end())
         waiter = Step.make(loop, self, reader, stream)
         self._waiters.append(waiter)
+        if self._starved is not None:
+            self._tell_starved()
         return waiter
 
     def _take_all(self) -> bool:
