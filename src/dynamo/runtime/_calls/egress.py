@@ -245,6 +245,42 @@ class OutgoingCall:
     The user's `AsyncResponseStream` is a handle on it and can go at any time.
     """
 
+    # Too many for the dicts of instances to share their keys.
+    __slots__ = (
+        "_annotated",
+        "_attempts",
+        "_broken",
+        "_clock",
+        "_context",
+        "_counted",
+        "_deadlines",
+        "_failures",
+        "_handle",
+        "_items",
+        "_lane",
+        "_leaving",
+        "_loop",
+        "_moves",
+        "_opening",
+        "_options",
+        "_over",
+        "_pid",
+        "_pump",
+        "_reached",
+        "_readers",
+        "_record",
+        "_request",
+        "_result",
+        "_selection",
+        "_stop_timer",
+        "_stopped",
+        "_streaming",
+        "_tried",
+        "_watching",
+        "inbox",
+        "reader",
+    )
+
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
