@@ -175,7 +175,8 @@ async def test_the_memory_of_a_burst_is_given_back(
     for _ in range(20):
         await through(client)
     _, base = await thrifty_worker.at_rest()
-    await asyncio.gather(*(through(client) for _ in range(int(100 * scale))))
+    for _ in range(max(int(scale), 1)):
+        await asyncio.gather(*(through(client) for _ in range(100)))
     await thrifty_worker.at_rest()
     limit = max(int(1.2 * base), base + ALLOWED_BYTES)
     await thrifty_worker.has_shrunk_to(limit)
@@ -193,7 +194,8 @@ async def test_what_peers_that_vanish_did_not_read_is_freed(
     client = await endpoint.client()
     await client.wait_for_instances(timeout=LIMIT_S)
     (instance,) = client.instances()
-    peers, item_bytes = int(20 * scale), 6 * MIB
+    # More would need more memory than a machine may have.
+    peers, item_bytes = min(int(20 * scale), 60), 6 * MIB
     _, base = await thrifty_worker.at_rest()
     address = split_tcp_address(instance.transport.address)
     with contextlib.closing(RawClient(address, 4096)) as raw:
