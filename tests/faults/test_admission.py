@@ -295,6 +295,8 @@ async def test_a_draining_worker_refuses_retryably_and_says_that_it_drains() -> 
         # The caller's list is older than the shutdown: it is no longer told of changes.
         pair.client._home.instances._watch.close()
         pair.worker.shutdown()
+        (life,) = pair.worker._core._served
+        await until(lambda: life._ingress._draining)
         with pytest.raises(Refused, match="is draining") as caught:
             await pair.call()
         assert caught.value.retryable

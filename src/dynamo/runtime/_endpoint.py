@@ -37,6 +37,7 @@ from dynamo.runtime.errors import DiscoveryError, RuntimeClosed
 if TYPE_CHECKING:
     from dynamo.runtime._calls.admission import Admission, Admits
     from dynamo.runtime._calls.choosing import ClientHome
+    from dynamo.runtime._calls.context import Drain
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._discovery import DiscoveryBackend
     from dynamo.runtime._transports import Rejection
@@ -63,6 +64,8 @@ class EndpointHome(Protocol):
     def backend(self) -> DiscoveryBackend: ...
     @property
     def replies(self) -> Replies: ...
+    @property
+    def drain(self) -> Drain: ...
     @property
     def closing(self) -> bool: ...
 
@@ -97,8 +100,10 @@ class ServedEndpoint:
         limits: tuple[int, int] | None,
         *,
         streamed: bool,
+        graceful: bool,
     ) -> None:
         self.name = name
+        self.graceful = graceful
         self._home = home
         self._path = endpoint_wire_path(name, home.backend.connection_id)
         admission: Admits = home.admission
@@ -111,6 +116,7 @@ class ServedEndpoint:
             home.config,
             admission,
             base,
+            home.drain,
             streamed=streamed,
         )
         self._server: RequestServer | None = None
@@ -182,6 +188,10 @@ class ServedEndpoint:
 
     async def idle(self) -> None:
         await self._ingress.idle()
+
+    def drives(self, task: asyncio.Task[Any]) -> bool:
+        """Whether that task runs the handler; in any thread."""
+        return self._ingress.drives(task)
 
     def stop_all(self, *, killed: bool) -> None:
         self._ingress.stop_all(killed=killed)
@@ -275,8 +285,10 @@ class Endpoint(Unconstructible):
                 iterator.  Called with the request, and with ``context=`` if it has a
                 parameter of that name.  A plain generator function may block: each of
                 its calls runs in a thread of its own.
-            graceful_shutdown: Accepted and without effect, as in the genuine runtime: a
-                shutdown waits for requests in flight either way.
+            graceful_shutdown: Whether a worker that is told to end by a signal waits
+                for requests in flight; False stops them at once, so that their callers
+                can go on elsewhere.  ``runtime.shutdown()`` waits for them either way,
+                as in the genuine runtime.  None is True.
             metrics_labels: Pairs of text to label the endpoint's metrics; for the
                 status server, which this version has not.
             health_check_payload: A request with which to probe the handler; for the
@@ -325,7 +337,7 @@ class Endpoint(Unconstructible):
 
         Args:
             generator: An async generator function of the stream of requests.
-            graceful_shutdown: Accepted and without effect, as for `serve_endpoint`.
+            graceful_shutdown: As for `serve_endpoint`.
             metrics_labels: Pairs of text to label the endpoint's metrics; for the
                 status server, which this version has not.
             handler: The same as ``generator``, under its documented name.
@@ -382,6 +394,7 @@ class Endpoint(Unconstructible):
             contextvars.copy_context(),
             limits,
             streamed=streamed,
+            graceful=graceful_shutdown is not False,
         )
         return self._home.run(life.serve())
 

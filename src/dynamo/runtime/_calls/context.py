@@ -8,9 +8,12 @@ Nothing here knows a transport or runs user code other than the listeners.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
+from dynamo.runtime._calls.deadlines import inherited, seconds_of
 from dynamo.runtime._observability.tracing import SpanProxy, check_span_arguments
 from dynamo.runtime._sealed import Sealed, Unconstructible, override
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from dynamo.runtime._observability.tracing import SpanIdentity
     from dynamo.runtime._wire.propagation import TraceContext
 
-__all__ = ["Context", "ContextMetadata", "ContextState", "new_id"]
+__all__ = ["Context", "ContextMetadata", "ContextState", "Drain", "new_id"]
 
 _ABSENT: Any = ...  # as the default of `pop`: no default
 _IDS_PER_REFILL = 64
@@ -54,6 +57,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_spare_ids.clear)
 
 
+class Drain:
+    """Whether a worker is on its way out; shared by the contexts of its calls."""
+
+    __slots__ = ("begun",)
+
+    def __init__(self) -> None:
+        self.begun = False
+
+
 class ContextState:
     """Identity, metadata and cancellation of one call.
 
@@ -70,6 +82,7 @@ class ContextState:
         span: What the context shows of its span, or None in a process without tracing.
         has_first_token: True once the first token of the answer was noticed.
         deadline: `time.monotonic()` value by which the call must have ended, or None.
+        drain: The worker on which the call runs, or None.
         noticed: True once the user's code has seen that the call should end.
         stopped: True once the call should end.
         killed: True once it should end at once; `stopped` is then true as well.
@@ -80,6 +93,7 @@ class ContextState:
         "_on_kill",
         "_on_stop",
         "deadline",
+        "drain",
         "has_first_token",
         "id",
         "killed",
@@ -98,12 +112,14 @@ class ContextState:
         *,
         span: SpanIdentity | None = None,
         deadline: float | None = None,
+        drain: Drain | None = None,
     ) -> None:
         self.id = request_id
         self.metadata = metadata
         self.trace = trace
         self.span = span
         self.deadline = deadline
+        self.drain = drain
         self.has_first_token = False
         self._on_first_token: list[Callable[[], None]] = []
         self.noticed = False
@@ -196,12 +212,18 @@ class Context(Sealed):
     handler.  A handler that takes a parameter named `context` gets the one of its call;
     given to further calls, it links them: they stop when it stops.
 
+    A context made in a handler has the deadline of that handler's call, `detached` ones
+    excepted.
+
     Args:
         id: Request id; a new version-4 UUID by default.
         metadata: Text by text, copied.
+        timeout: Seconds from now in which all calls with this context must end, or None.
 
     Raises:
-        TypeError: The id is no text, or the metadata no dict of text by text.
+        TypeError: The id is no text, the metadata no dict of text by text, or the
+            time-out no number.
+        ValueError: The time-out is negative or not a number.
         UnicodeEncodeError: A text holds a lone surrogate.
 
     Example:
@@ -221,10 +243,13 @@ class Context(Sealed):
         self,
         id: str | None = None,  # noqa: A002 - the published name
         metadata: dict[str, str] | None = None,
+        *,
+        timeout: float | None = None,
     ) -> None:
         self._state = ContextState(
             new_id() if id is None else _text("id", id),
             {} if metadata is None else _text_dict(metadata),
+            deadline=inherited.get() if timeout is None else _deadline_in(timeout),
         )
 
     @classmethod
@@ -259,6 +284,18 @@ class Context(Sealed):
             True after a kill; a context one made oneself is never killed.
         """
         return self._state.killed
+
+    def is_draining(self) -> bool:
+        """Whether the worker that runs this call has begun to shut down.
+
+        The call goes on; a handler that could go on for long may use the chance to end.
+
+        Returns:
+            True from the shutdown of the worker's runtime on; always False outside a
+            handler.
+        """
+        drain = self._state.drain
+        return drain is not None and drain.begun
 
     def stop_generating(self) -> None:
         """Ask for the end of every call that uses this context.
@@ -327,7 +364,13 @@ class Context(Sealed):
         old = self._state
         request_id = _text("id", id)
         return Context._of(
-            ContextState(request_id, old.metadata.copy(), old.trace, span=old.span)
+            ContextState(
+                request_id,
+                old.metadata.copy(),
+                old.trace,
+                span=old.span,
+                drain=old.drain,
+            )
         )
 
     @property
@@ -522,6 +565,16 @@ class ContextMetadata(Unconstructible):
     def clear(self) -> None:
         """Remove everything."""
         self._state.metadata.clear()
+
+
+def _deadline_in(timeout: float) -> float | None:
+    """So many seconds from now, or the deadline of the running handler, if sooner."""
+    timeout_s = seconds_of("timeout", timeout)
+    outer = inherited.get()
+    if timeout_s == math.inf:
+        return outer
+    deadline = time.monotonic() + timeout_s
+    return deadline if outer is None else min(deadline, outer)
 
 
 def _text(argument: str, value: object) -> str:

@@ -2,7 +2,8 @@
 
 Owns the tasks that drive handlers.  Only the task that drives a handler closes it::
 
-    stop or kill --> the context says so, the reply is closed
+    stop, kill, or the deadline of the call
+                 --> the context says so, the reply is closed
                  --> grace: the handler may end by itself
                  --> its task is cancelled, the generator closed, bounded
                  --> what does not end is reported by name
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._calls.context import Context, ContextState
+from dynamo.runtime._calls.deadlines import Deadlines, inherited
 from dynamo.runtime._calls.handlers import Handler, ShapeError
 from dynamo.runtime._calls.inbox import Inbox, on_loop
 from dynamo.runtime._calls.items import ItemError, encode_item, has_data
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     import contextvars
 
     from dynamo.runtime._calls.admission import Admits
+    from dynamo.runtime._calls.context import Drain
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._transports import (
         IncomingCall,
@@ -54,6 +58,8 @@ _FRAME_BYTES = 64
 # These are reported like any other and go on.  Raised where they were caught: a frame
 # that raised what it was given would hold it, which holds the frame.
 _GOING_ON = (asyncio.CancelledError, KeyboardInterrupt, SystemExit)
+# The caller ends a call at its deadline itself; we do if nothing of that has come.
+_DEADLINE_SLACK_S = 0.02
 # A handler that has not looked at its context since it was stopped does not know.
 _UNAWARE_GRACE_S = 0.05
 
@@ -67,6 +73,7 @@ class EndpointIngress:
         handler: The user's callable.
         admission: Who decides how many run and wait.
         base: The context variables with which every call starts.
+        drain: Tells handlers that the worker is on its way out.
         streamed: Whether the handler takes a stream of requests instead of one.
     """
 
@@ -78,6 +85,7 @@ class EndpointIngress:
         config: RuntimeConfig,
         admission: Admits,
         base: contextvars.Context,
+        drain: Drain | None = None,
         *,
         streamed: bool,
     ) -> None:
@@ -87,7 +95,11 @@ class EndpointIngress:
         self.streamed = streamed
         self.config = config
         self.admission = admission
+        self.drain = drain
+        self.deadlines = Deadlines(loop)
         self._base = base
+        # A handler of another endpoint may be the one who serves this one.
+        base.run(inherited.set, None)
         self._runs: set[_Run] = set()
         # What can be told without a call was told when the endpoint was served.
         self._shape_told = handler.complaint() is not None
@@ -147,10 +159,17 @@ class EndpointIngress:
             waiter.set_result(None)
         return waiter
 
+    def drives(self, task: asyncio.Task[Any]) -> bool:
+        """Whether that task runs one of our requests; in any thread."""
+        return any(run.runs_in(task) for run in list(self._runs))
+
     def stop_all(self, *, killed: bool) -> None:
-        """Stop, or kill, every request in flight."""
+        """Stop every request in flight; ``killed`` leaves them no grace."""
         for run in list(self._runs):
-            run.on_stop(killed=killed)
+            if killed:
+                run.cut()
+            else:
+                run.on_stop(killed=False)
 
 
 class _Run:
@@ -161,6 +180,7 @@ class _Run:
     """
 
     def __init__(self, endpoint: EndpointIngress, call: IncomingCall) -> None:
+        self.due_at = math.inf
         self._endpoint = endpoint
         self._loop = endpoint.loop
         self._call = call
@@ -182,9 +202,14 @@ class _Run:
         # Not in the coroutine: a task cancelled before its first step never runs it.
         self._task.add_done_callback(self._end)
 
+    def runs_in(self, task: asyncio.Task[Any]) -> bool:
+        return self._task is task
+
     def _end(self, task: asyncio.Task[None]) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self.due_at != math.inf:
+            self._endpoint.deadlines.forget(self)
         self._endpoint.admission.release(ran=self._ran)
         if self._state is not None:
             self._state.unsubscribe(self._on_context)
@@ -216,6 +241,14 @@ class _Run:
             self._state.kill()
         else:
             self._state.stop()
+
+    def cut(self) -> None:
+        """The worker ends: no more time to end by itself, or for a cleanup."""
+        self.on_stop(killed=True)
+        if self._ran:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._cancel()
 
     def on_writable(self) -> None:
         if self._writable is not None and not self._writable.done():
@@ -257,6 +290,22 @@ class _Run:
             self._timer = self._loop.call_later(_UNAWARE_GRACE_S, self._grace_over)
         elif self._task is not None:
             self._task.cancel()
+
+    def _obey(self, deadline: float) -> None:
+        """End at the deadline, also if the caller does not say so."""
+        inherited.set(deadline)
+        self.due_at = deadline + _DEADLINE_SLACK_S
+        self._endpoint.deadlines.watch(self)
+
+    def look(self, now: float) -> None:
+        """The deadline has passed, and the caller has not ended the call."""
+        self.due_at = math.inf
+        self._endpoint.deadlines.forget(self)
+        assert self._state is not None
+        if self._reply is not None:
+            late = TimeoutError("the deadline of the call has passed")
+            self._fail(self._reply, error_of_exception(late))
+        self._state.kill()
 
     def _grace_over(self) -> None:
         """Cancel a handler that does not know; leave time to one that does."""
@@ -300,8 +349,11 @@ class _Run:
             request.metadata,
             request.trace,
             deadline=request.deadline,
+            drain=self._endpoint.drain,
         )
         state.subscribe(self._on_context)
+        if request.deadline is not None:
+            self._obey(request.deadline)
         if not await self._open():
             return
         await self._endpoint.admission.run()

@@ -14,7 +14,13 @@ import weakref
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._transports.connection import Connection, Limit, let_go, listen
+from dynamo.runtime._transports.connection import (
+    Connection,
+    Limit,
+    let_go,
+    listen,
+    stop_accepting,
+)
 from dynamo.runtime._transports.duplex_worker import CallTaker, DuplexWorkerConnection
 from dynamo.runtime._wire.callhome import (
     INVALID_PATH_TEXT,
@@ -62,6 +68,7 @@ class RequestServer:
         self._asked_at = 0.0
         self._hung_up = asyncio.Event()
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._closed = False
 
     async def start(self, host: str, port: int) -> int:
         """Listen, if not done before, and return the real port.
@@ -125,14 +132,15 @@ class RequestServer:
         for connection in self._duplex_connections():
             await connection.written()
 
-    async def quiet(self, since: float, pause_s: float) -> None:
+    async def quiet(self, since: float, pause_s: float, own: set[str]) -> None:
         """Wait until nobody is connected, or no request has come for so long.
 
         Args:
             since: The moment from which on the pause counts at the earliest.
             pause_s: How long.
+            own: Addresses that are nobody's to wait for.
         """
-        while any(connection.is_open for connection in self._connections):
+        while any(one.is_open and one.peer not in own for one in self._connections):
             rest_s = max(since, self._asked_at) + pause_s - self.loop.time()
             if rest_s <= 0:
                 return
@@ -144,8 +152,13 @@ class RequestServer:
         """A connection has gone."""
         self._hung_up.set()
 
+    async def stop_accepting(self) -> None:
+        """Before `close`: let connections that are being accepted come to stand."""
+        await stop_accepting(self.loop, self._server)
+
     def close(self) -> None:
         """Stop listening and close every connection."""
+        self._closed = True
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -161,6 +174,9 @@ class RequestServer:
     def track(self, connection: Connection) -> None:
         """Remember an open connection until it is closed."""
         self._connections.add(connection)
+        if self._closed:
+            # Accepted in the turn in which the port was closed: its client would wait.
+            connection.abort()
 
 
 class SharedServers:
