@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
+from dynamo.runtime._network import SOCKETS, Network
+
 _MIB = 1024 * 1024
 _LOOPBACK = "127.0.0.1"
 _NO_DEVICE = ("", "-1", "none", "void")
@@ -64,6 +66,7 @@ class RuntimeConfig:
     close_timeout_s: float
 
     status_port: int | None
+    network: Network = SOCKETS
 
 
 class _Reader:

@@ -81,10 +81,13 @@ class _Core:
     """One runtime, without the user's handle: what endpoints, clients and tasks hold."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop | None, config: RuntimeConfig
+        self,
+        loop: asyncio.AbstractEventLoop | None,
+        config: RuntimeConfig,
+        backend: DiscoveryBackend | None = None,
     ) -> None:
         self.config = config
-        self.backend = _new_backend(config)
+        self.backend = _new_backend(config) if backend is None else backend
         self.admission = Admission(config.worker_pool_size, config.work_queue_size)
         self.metrics = MetricsCallbacks()
         self.replies = Replies()
@@ -198,6 +201,16 @@ class _Core:
         if life in self._served:
             self._served.remove(life)
 
+    @property
+    def in_flight(self) -> int:
+        """Requests that were taken and have not ended."""
+        return sum(life.in_flight for life in self._served)
+
+    def stop_all(self, *, killed: bool) -> None:
+        """Stop, or kill, every request in flight."""
+        for life in list(self._served):
+            life.stop_all(killed=killed)
+
     def on_register(self) -> None:
         """From now on a record must be removed, however the process ends."""
         if self._unhook is not None:
@@ -308,8 +321,7 @@ class _Core:
             (False, _STOPPED_TIMEOUT_S),
             (True, _KILLED_TIMEOUT_S),
         ):
-            for life in list(self._served):
-                life.stop_all(killed=killed)
+            self.stop_all(killed=killed)
             if await self._all_idle(timeout_s) or not self._busy():
                 return
         _log.error(
@@ -502,9 +514,14 @@ class DistributedRuntime(Sealed):
         _refuse_unavailable(discovery_backend, plane)
         self._start(event_loop, from_env(os.environ, discovery_backend, plane))
 
-    def _start(self, event_loop: Any, config: RuntimeConfig) -> None:
+    def _start(
+        self,
+        event_loop: Any,
+        config: RuntimeConfig,
+        backend: DiscoveryBackend | None = None,
+    ) -> None:
         self._event_loop = event_loop
-        self._core = _Core(_home_of(event_loop), config)
+        self._core = _Core(_home_of(event_loop), config, backend)
         self._ready = False
         self._routes = {}
         if config.status_port is not None:
@@ -512,6 +529,18 @@ class DistributedRuntime(Sealed):
                 "DYN_SYSTEM_PORT=%d: this version has no status server",
                 config.status_port,
             )
+
+    @classmethod
+    def _make(
+        cls,
+        event_loop: Any,
+        config: RuntimeConfig,
+        backend: DiscoveryBackend | None = None,
+    ) -> DistributedRuntime:
+        """One with these settings, whatever the environment says."""
+        self = cls.__new__(cls)
+        self._start(event_loop, config, backend)
+        return self
 
     @classmethod
     def _from_env(cls, event_loop: Any) -> DistributedRuntime:
@@ -522,8 +551,7 @@ class DistributedRuntime(Sealed):
         check_planes(os.environ)
         config = from_env(os.environ)
         _refuse_unavailable("file", config.request_plane)
-        self = cls.__new__(cls)
-        self._start(event_loop, config)
+        self = cls._make(event_loop, config)
         _log.info(
             "no discovery backend named: using files in %s and the loopback interface, "
             "for processes of this user on this machine; set DYN_DISCOVERY_BACKEND "
