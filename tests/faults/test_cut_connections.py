@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from linked import Link, linked
-from relay import Cut, until
 
 from dynamo.runtime import errors
+from dynamo.runtime.testing import Cut, until
 
 ITEMS = ["first", {"second": 2}, b"third"]
 # Above every bound of a cut connection; each single wait below must end before.
@@ -72,15 +72,15 @@ async def each_cut(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reset", [False, True], ids=["fin", "reset"])
+@pytest.mark.parametrize("how", ["fin", "reset"])
 @pytest.mark.parametrize(
     ("relay", "direction"),
     [("requests", "up"), ("requests", "down"), ("answers", "up"), ("answers", "down")],
 )
 async def test_a_call_cut_after_any_number_of_bytes_ends_with_all_items_or_an_error(
-    relay: str, direction: str, reset: bool
+    relay: str, direction: str, how: str
 ) -> None:
     async with linked(three, **BOUNDS) as link:
         requests, answers = await bytes_of_one_call(link)
         count = (requests if relay == "requests" else answers)[direction]
-        await each_cut(link, relay, direction, count, reset=reset)
+        await each_cut(link, relay, direction, count, how=how)
