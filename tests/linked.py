@@ -33,6 +33,7 @@ class Link:
         worker: Its runtime.
         caller: The client's runtime.
         client: A client of the one endpoint.
+        lanes: What the worker advertises beyond the genuine lane.
         requests: The proxy on the way to the worker's port.
         answers: The proxy on the way to the client's response listener.
     """
@@ -40,6 +41,7 @@ class Link:
     worker: DistributedRuntime
     caller: DistributedRuntime
     client: Client
+    lanes: tuple[str, ...]
     requests: FaultProxy
     answers: FaultProxy
     serving: asyncio.Future[tuple[()]]
@@ -57,6 +59,7 @@ class Link:
             address=tcp_address("127.0.0.1", self.requests.port, path),
             device_type="cpu",
             codec="msgpack",
+            lanes=self.lanes,
             ours=True,
         )
 
@@ -84,7 +87,7 @@ class Link:
         def all_cut() -> bool:
             # Again, for one may have been on its way.
             self.requests.break_all(reset=reset)
-            return not self.pooled
+            return not self.pooled and not self.requests.connections
 
         await until(all_cut)
 
@@ -95,15 +98,19 @@ async def closed(runtime: DistributedRuntime) -> None:
 
 
 @contextlib.asynccontextmanager
-async def linked(handler: Any, **settings: Any) -> AsyncIterator[Link]:
+async def linked(
+    handler: Any, *, lanes: tuple[str, ...] = (), **settings: Any
+) -> AsyncIterator[Link]:
     """Serve the handler, and have a client that calls it through two proxies.
 
     Args:
         handler: What is served.
+        lanes: What the worker advertises beyond the genuine lane.
         settings: Members of both runtimes' `RuntimeConfig` to replace.
     """
     loop = asyncio.get_running_loop()
     link = Link()
+    link.lanes = lanes
     link.worker = DistributedRuntime(loop, "mem", "tcp")
     link.caller = DistributedRuntime(loop, "mem", "tcp")
     for runtime in (link.worker, link.caller):
