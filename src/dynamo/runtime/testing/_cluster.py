@@ -21,7 +21,7 @@ from dynamo.runtime._wire.records import (
     instance_key,
     parse_endpoint_path,
 )
-from dynamo.runtime.errors import NoInstancesInTime
+from dynamo.runtime.errors import NoInstancesInTime, RuntimeClosed
 from dynamo.runtime.testing._network import MemoryNetwork
 from dynamo.runtime.testing._recording import RecordedCall, recorded
 from dynamo.runtime.testing._relay import FaultProxy
@@ -104,6 +104,7 @@ class _Member:
         await until(lambda: serving.done() or self.serves(name))
         if serving.done():
             await serving
+            raise RuntimeClosed("this worker was stopped or killed: serve with another")
 
     def serves(self, name: EndpointName) -> bool:
         """Whether clients of the endpoint are meant to find it."""
@@ -122,7 +123,13 @@ class _Member:
         self.runtime._core.stop_all(killed=True)
         await self.stop()
 
+    async def hang_up(self) -> None:
+        """End the runtime of clients, with whatever streams a test left open."""
+        await self.stop()
+        self.host.fall()
+
     async def close(self) -> None:
+        """End a worker."""
         self.host.thaw()
         await self.stop()
         for serving in self._serving:
@@ -196,8 +203,10 @@ class _Core:
         async with contextlib.AsyncExitStack() as stack:
             for proxy in self.proxies:
                 stack.push_async_callback(proxy.aclose)
-            for member in [*self.servers, *self.callers]:
+            for member in self.servers:
                 stack.push_async_callback(member.close)
+            for member in self.callers:
+                stack.push_async_callback(member.hang_up)
 
 
 async def _routable(client: Client) -> list[int]:
@@ -371,7 +380,7 @@ class Cluster:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Shut all runtimes down, those of clients first.
+        """Shut all runtimes down, those of clients first; open streams are cut off.
 
         Raises:
             DynamoException: the one with which a serving had ended too early.
@@ -415,6 +424,7 @@ class Cluster:
 
         Raises:
             ValueError: the name of an endpoint, or a setting, that is none.
+            RuntimeClosed: ``worker`` was stopped or killed.
         """
         name = parse_endpoint_path(endpoint)
         if worker is None:

@@ -152,9 +152,11 @@ class FaultProxy:
         self.refuse()
         dials = [side.dialling for side in self._sides if side.dialling is not None]
         self.break_all()
-        for dial in dials:
-            dial.cancel()
-        await asyncio.gather(*dials, return_exceptions=True)
+        if dials:
+            # Not cancelled at once: uvloop then forgets a connection that just stands.
+            _, late = await asyncio.wait(dials, timeout=_CLOSE_LIMIT_S)
+            for dial in late:
+                dial.cancel()
         await until(lambda: not self._sides, timeout=_CLOSE_LIMIT_S)
 
     async def __aenter__(self) -> Self:
@@ -213,7 +215,11 @@ class FaultProxy:
     def _accept(self) -> _Side:
         self.accepted += 1
         near = _Side(self, self._sides, "up", self.cut)
-        near.dialling = asyncio.get_running_loop().create_task(self._dial(near))
+        if self._listening is None:
+            near.end(reset=True)  # it was on its way when we closed
+        else:
+            loop = asyncio.get_running_loop()
+            near.dialling = loop.create_task(self._dial(near))
         return near
 
     async def _dial(self, near: _Side) -> None:
@@ -242,6 +248,7 @@ class _Side(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.ended = False
         self.full = False
+        self.end_passed = False
         self._proxy = proxy
         self._sides = sides
         self._loop = asyncio.get_running_loop()
@@ -253,6 +260,7 @@ class _Side(asyncio.Protocol):
         self._finished = False
         self._cut_done = False
         self._resets = False
+        self._aborted = False
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -262,14 +270,14 @@ class _Side(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self.ended:
-            self.end(reset=self._resets)
+        if self.ended or (self.other is not None and self.other.ended):
+            # Not at once: uvloop tells nobody of what is aborted in this call-back.
+            reset = self._resets or not self.ended
+            self._loop.call_soon(lambda: self.end(reset=reset))
             return
         if not self._proxy.flowing:
             self.hold()
         if self.other is not None:
-            if self.other.ended:
-                self.end(reset=True)
             self.other.go_on()
 
     @override
@@ -315,8 +323,8 @@ class _Side(asyncio.Protocol):
             self._cut_now(other)
         if self._waiting:
             self._come_back()
-        elif self._finished and not other.transport.is_closing():
-            self._pass_end(other.transport)
+        elif self._finished:
+            self._pass_end(other)
         self._read_on()
 
     def _come_back(self) -> None:
@@ -346,20 +354,27 @@ class _Side(asyncio.Protocol):
         if proxy.record is not None:
             proxy.record.append((self.direction, data))
 
-    def _pass_end(self, transport: asyncio.Transport) -> None:
+    def _pass_end(self, other: _Side) -> None:
         """The sender has finished; the other side hears of it unless it must not."""
         if self._left == 0 and self.cut.how == "silent":
             # The sender may go; the other side hears nothing of it.
             self.end(reset=False)
-        elif not (self._left == 0 and self.cut.how == "half"):
-            transport.write_eof()
+        elif not self.end_passed:
+            self._send_end(other)
+
+    def _send_end(self, other: _Side) -> None:
+        self.end_passed = True
+        if other.transport is not None and not other.transport.is_closing():
+            other.transport.write_eof()
+        if other.end_passed:
+            # Both directions are done: nothing is left to wait for.
+            other.end(reset=False)
+            self.end(reset=False)
 
     def _cut_now(self, other: _Side) -> None:
         self._cut_done = True
         if self.cut.how == "half":
-            assert other.transport is not None
-            if not other.transport.is_closing():
-                other.transport.write_eof()
+            self._send_end(other)
         elif self.cut.how != "silent":
             reset = self.cut.how == "reset"
             other.end(reset=reset)
@@ -376,8 +391,9 @@ class _Side(asyncio.Protocol):
         self._resets = reset
         if self._timer is not None:
             self._timer.cancel()
-        if self.transport is None:
+        if self.transport is None or self._aborted:
             return
+        self._aborted = reset
         if reset:
             self.transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE
