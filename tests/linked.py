@@ -67,6 +67,8 @@ class Link:
         backend = self.caller._core.backend
         record = self.record
         await backend.register(INSTANCES, record.key, encode_record(record))
+        # Its watchers are told in the next turn.
+        await asyncio.sleep(0)
 
     async def call(self, request: object = None, **options: Any) -> Any:
         """Call the worker, also while the client avoids it after a fault."""
@@ -90,6 +92,10 @@ class Link:
             return not self.pooled and not self.requests.connections
 
         await until(all_cut)
+        loop = asyncio.get_running_loop()
+        links = self.caller._core.lane.duplex._links.values()
+        # The client has failed to connect, perhaps, and would not try again at once.
+        await until(lambda: all(one._not_before <= loop.time() for one in links))
 
 
 async def closed(runtime: DistributedRuntime) -> None:

@@ -119,10 +119,15 @@ async def test_a_name_that_is_none_is_refused_at_once(cluster: Cluster) -> None:
 
 
 async def test_ready_names_who_cannot_be_called(cluster: Cluster) -> None:
-    worker = await cluster.serve(NAME, echo)
+    async def goes_down(request: Any) -> AsyncIterator[Any]:
+        raise errors.EngineShutdown("for now")
+        yield
+
+    worker = await cluster.serve(NAME, goes_down)
     client = await cluster.client(NAME)
     await cluster.ready()
-    client._chooser._withdraw(worker.instance_id)
+    with pytest.raises(errors.CallError):
+        await ask(client, "x")
     expected = f"within 0.05 s clients could not call {worker.instance_id:x} of ns/comp"
     with pytest.raises(AssertionError, match=expected):
         await cluster.ready(timeout=0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import threading
@@ -16,8 +17,10 @@ from dynamo.runtime._calls import egress
 from dynamo.runtime._calls.context import ContextState
 from dynamo.runtime._calls.egress import OutgoingCall, Selection
 from dynamo.runtime._calls.streams import Annotated, AsyncResponseStream
+from dynamo.runtime._discovery.health import Health
 from dynamo.runtime._discovery.instances import InstanceSet
 from dynamo.runtime._discovery.memory import MemoryBackend, MemoryStore
+from dynamo.runtime._routing.ejection import EjectionPolicy
 from dynamo.runtime._transports import CallRequest
 from dynamo.runtime._wire.payload import AnnotatedItem
 from dynamo.runtime._wire.records import (
@@ -45,9 +48,9 @@ LIMIT_S = 5.0
 class World:
     """Instances 1 and 2, a lane, and what was noted about them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stands: bool = False) -> None:
         self.loop = asyncio.get_running_loop()
-        self.lane = MemoryLane()
+        self.lane = MemoryLane(stands=stands)
         self.backend = MemoryBackend(MemoryStore())
         self.in_flight: dict[int, int] = {}
         self.withdrawn: list[int] = []
@@ -58,6 +61,12 @@ class World:
             one = record(number)
             await self.backend.register(INSTANCES, one.key, encode_record(one))
         self.instances = await InstanceSet.open(self.backend, NAME)
+        policy = EjectionPolicy(first_s=1000.0, max_s=1000.0)
+        self.health = Health(self.loop, self.instances, self.lane.probe, policy)
+
+    @property
+    def usable(self) -> list[int]:
+        return [one.instance_id for one in self.health.usable]
 
     async def remove(self, number: int) -> None:
         await self.backend.unregister(INSTANCES, record(number).key)
@@ -69,6 +78,15 @@ class World:
                 return one
         raise NoInstances("Unavailable: nobody")
 
+    def withdraw(self, instance_id: int, reason: str) -> None:
+        self.withdrawn.append(instance_id)
+
+    def overload(self, instance_id: int, duration_s: float) -> None:
+        self.overloaded.append((instance_id, duration_s))
+
+    async def explained(self, error: NoInstances) -> NoInstances:
+        return error
+
     def call(
         self,
         context: ContextState | None = None,
@@ -79,9 +97,9 @@ class World:
         selection = Selection(
             self.choose,
             self.instances,
+            self.health,
             self.in_flight,
-            self.withdrawn.append,
-            lambda number, seconds: self.overloaded.append((number, seconds)),
+            self,
             fixed=fixed,
         )
         request = CallRequest(call_id="id", value=None, packed=b"\xc0", metadata={})
@@ -92,17 +110,17 @@ class World:
     async def stream(
         self, context: ContextState | None = None, **options: bool
     ) -> tuple[AsyncResponseStream, Opened]:
-        call = self.call(context, **options)
-        await call.start()
-        return AsyncResponseStream._of(call), self.lane.opened[-1]
+        stream = await self.call(context, **options).start()
+        return stream, self.lane.opened[-1]
 
 
-@pytest.fixture
-async def world():
-    made = World()
+@pytest.fixture(params=[False, True], ids=["connects", "connected"])
+async def world(request: pytest.FixtureRequest):
+    made = World(stands=request.param)
     await made.open()
     yield made
     made.instances.close()
+    await made.health.aclose()
     await made.backend.aclose()
 
 
@@ -173,23 +191,33 @@ async def test_counts_of_two_calls_are_kept_apart(world: World):
 
 
 @pytest.mark.parametrize(
-    ("failure", "withdrawn", "suspect"),
+    ("failure", "withdrawn", "usable"),
     [
-        (ConnectionFailed("Unavailable: no"), [1], True),
-        (Refused("Unavailable: draining"), [], False),
+        (ConnectionFailed("Unavailable: no"), [], [2]),
+        (Refused("Unavailable: draining"), [1], [1, 2]),
     ],
 )
 async def test_a_call_that_was_not_taken_moves_to_another_instance(
-    world: World, failure: CallError, withdrawn: list[int], suspect: bool
+    world: World, failure: CallError, withdrawn: list[int], usable: list[int]
 ):
     world.lane.failures[1] = failure
     stream, opened = await world.stream()
     assert opened.instance_id == stream.instance_id == 2
     assert world.in_flight == {2: 1}
     assert world.withdrawn == withdrawn
-    assert world.instances.is_suspect(1) is suspect
+    assert world.usable == usable
     opened.events.on_ended()
     assert world.in_flight == {}
+
+
+async def test_what_this_process_lacks_is_no_fault_of_the_instance(world: World):
+    failure = ConnectionFailed("Unavailable: no")
+    failure.__cause__ = ConnectionFailed("the same of the connection")
+    failure.__cause__.__cause__ = OSError(errno.EMFILE, "too many open files")
+    world.lane.failures[1] = failure
+    _, opened = await world.stream()
+    assert opened.instance_id == 2
+    assert world.usable == [1, 2]
 
 
 async def test_an_overloaded_worker_is_left_alone_as_long_as_it_asks(world: World):
@@ -273,7 +301,7 @@ async def test_a_failed_handler_is_a_remote_error_after_its_items(world: World):
     error = caught.value
     assert (error.remote_type, error.instance_id) == ("ValueError", 2)
     assert (error.phase, error.retryable, error.attempts) == ("stream", False, 2)
-    assert world.withdrawn == []
+    assert world.withdrawn == [1], "the one that drains, not the one that failed"
     assert await read(stream) == []
 
 
@@ -304,8 +332,8 @@ async def test_a_broken_stream_is_an_error_after_its_items(world: World):
     assert (error.instance_id, error.attempts, error.retryable) == (1, 1, False)
     assert isinstance(error, ValueError)
     assert isinstance(error, ConnectionError)
-    assert world.withdrawn == [1]
-    assert world.instances.is_suspect(1)
+    assert world.withdrawn == []
+    assert world.usable == [2]
     assert world.in_flight == {}
 
 
@@ -315,7 +343,7 @@ async def test_lost_before_it_started_is_an_error_of_the_call(world: World):
         await world.stream()
     assert caught.value.instance_id == 1
     assert (caught.value.phase, caught.value.retryable) == ("start", False)
-    assert world.withdrawn == [1]
+    assert world.usable == [2]
     assert world.in_flight == {}
 
 
@@ -544,9 +572,7 @@ async def test_a_call_cancelled_before_it_started_is_killed(world: World):
 async def test_stopped_before_the_call_nothing_is_sent(world: World):
     context = ContextState("id", {})
     context.stop()
-    call = world.call(context)
-    await call.start()
-    stream = AsyncResponseStream._of(call)
+    stream = await world.call(context).start()
     assert await read(stream) == []
     assert stream.instance_id is None
     assert world.lane.opened == []
@@ -558,36 +584,32 @@ async def test_stopped_before_the_call_nothing_is_sent(world: World):
 async def test_stopped_while_connecting_ends_at_once_and_sends_nothing(world: World):
     context = ContextState("id", {})
     world.lane.hold = asyncio.Event()
-    call = world.call(context)
-    calling = asyncio.create_task(call.start())
+    calling = world.call(context).start()
     await world.lane.connecting.wait()
     context.stop()
-    await asyncio.wait_for(calling, LIMIT_S)
-    assert await read(AsyncResponseStream._of(call)) == []
+    assert await read(await asyncio.wait_for(calling, LIMIT_S)) == []
     world.lane.hold.set()
     await asyncio.sleep(0)
     assert world.lane.opened == []
     assert world.in_flight == {}
 
 
-async def test_cancelled_and_stopped_while_connecting_is_cancelled(world: World):
+async def test_cancelled_then_stopped_while_connecting_is_cancelled(world: World):
     context = ContextState("id", {})
     world.lane.hold = asyncio.Event()
-    calling = asyncio.create_task(world.call(context).start())
+    calling = world.call(context).start()
     await world.lane.connecting.wait()
-    context.stop()
     calling.cancel()
-    await asyncio.wait((calling,))
-    # Up to Python 3.10 a task does not count who cancelled it.
-    assert calling.cancelled() is hasattr(calling, "uncancel")
+    context.stop()
+    assert calling.cancelled()
     assert world.in_flight == {}
+    assert world.lane.opened == []
 
 
 async def test_killed_while_connecting_ends_at_once(world: World):
     context = ContextState("id", {})
     world.lane.hold = asyncio.Event()
-    call = world.call(context)
-    calling = asyncio.create_task(call.start())
+    calling = world.call(context).start()
     await world.lane.connecting.wait()
     context.kill()
     await asyncio.wait_for(calling, LIMIT_S)
@@ -600,17 +622,16 @@ async def test_stopped_before_it_started_the_lane_is_told_and_the_stream_is_empt
 ):
     context = ContextState("id", {})
     world.lane.scripts[1] = silent
-    call = world.call(context)
-    calling = asyncio.create_task(call.start())
+    calling = world.call(context).start()
     await until(lambda: len(world.lane.opened) == 1)
     context.stop()
-    await asyncio.wait_for(calling, LIMIT_S)
+    stream = await asyncio.wait_for(calling, LIMIT_S)
     assert world.lane.opened[0].done == ["stop"]
     # It calls home after all: nobody is interested.
     started(world.lane.opened[0])
     world.lane.opened[0].item("late")
     world.lane.opened[0].events.on_lost("closed by the worker")
-    assert await read(AsyncResponseStream._of(call)) == []
+    assert await read(stream) == []
     assert world.in_flight == {}
     assert world.withdrawn == []
 
@@ -657,13 +678,12 @@ async def test_killing_the_context_kills_the_call(world: World):
 async def test_killed_while_a_call_waits_for_its_start(world: World):
     context = ContextState("id", {})
     world.lane.scripts[1] = silent
-    call = world.call(context)
-    calling = asyncio.create_task(call.start())
+    calling = world.call(context).start()
     await until(lambda: len(world.lane.opened) == 1)
     context.kill()
-    await asyncio.wait_for(calling, LIMIT_S)
+    stream = await asyncio.wait_for(calling, LIMIT_S)
     assert world.lane.opened[0].done == ["kill"]
-    assert await read(AsyncResponseStream._of(call)) == []
+    assert await read(stream) == []
     assert world.in_flight == {}
 
 
@@ -696,9 +716,7 @@ async def test_refused_after_a_stop_is_no_error(world: World):
         opened.events.on_refused(Refused("Unavailable: draining"), inhibits=False)
 
     world.lane.scripts[1] = refuse
-    call = world.call(context)
-    await call.start()
-    assert await read(AsyncResponseStream._of(call)) == []
+    assert await read(await world.call(context).start()) == []
     assert [one.instance_id for one in world.lane.opened] == [1]
 
 

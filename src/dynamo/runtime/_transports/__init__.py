@@ -39,6 +39,16 @@ class CallRequest(msgspec.Struct, kw_only=True):
     deadline: float | None = None
 
 
+class Rejection(msgspec.Struct, frozen=True):
+    """Why a worker does not take a request, which it certainly has not started.
+
+    ``retry_after_s`` is set if the worker is full: seconds after which to come back.
+    """
+
+    text: str
+    retry_after_s: float | None = None
+
+
 class InputSink(Protocol):
     """Where the client's side sends streamed input."""
 
@@ -120,15 +130,27 @@ class CallHandle(Protocol):
 
 
 class ClientLane(Protocol):
-    """One way to call instances."""
+    """One way to call instances.
+
+    The events of a call come only after it was opened.
+    """
+
+    def open_now(
+        self, record: EndpointRecord, request: CallRequest, events: CallEvents
+    ) -> CallHandle | None:
+        """Send a call if that needs no waiting, else return None: use `open`.
+
+        Raises:
+            CallError: it was not sent.
+        """
 
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> CallHandle:
-        """Send a call; returns once the worker has acknowledged it.
+        """Send a call, over a connection that may have to be made first.
 
         Raises:
-            CallError: it was not sent, was refused, or was not acknowledged in time.
+            CallError: it was not sent.
         """
 
     async def probe(self, record: EndpointRecord) -> bool:

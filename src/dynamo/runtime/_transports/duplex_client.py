@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("dynamo.runtime.duplex")
 
 _BACKOFF_FIRST_S = 0.05
-_BACKOFF_MAX_S = 1.0
+_BACKOFF_MAX_S = 0.2
 _LOST_TEXT = "Stream ended before generation completed"
 
 
@@ -282,14 +282,17 @@ class _WorkerConnection(DuplexConnection):
         path: str,
         request: CallRequest,
         events: CallEvents,
-        body: bytes | None,
     ) -> _Call:
         """Send a request.
 
         Raises:
             MessageTooLarge: it is over a limit, of ours or of the worker.
             CallTimeout: its deadline has passed.
+            CallError: the instance cannot read the value.
         """
+        body = request.packed
+        if body is not None:
+            body = encode_for(record, request.value, body, CallError)
         assert self.side.peer is not None
         limit = self._config.max_message_bytes
         payload = encode_request(
@@ -467,6 +470,7 @@ class _Link:
         self._opening: asyncio.Task[_WorkerConnection] | None = None
         self._failures = 0
         self._not_before = 0.0
+        self._last_failure = ""
 
     def failed(self, reason: str, phase: str = "connect") -> ConnectionFailed:
         return ConnectionFailed(
@@ -476,27 +480,43 @@ class _Link:
         )
 
     async def connection(self, record: EndpointRecord) -> _WorkerConnection:
-        """A connection that takes a call.
+        """A connection that takes a call, made if there is none.
 
         Raises:
             NoDuplex: the port does not speak the lane.
             ConnectionFailed: there is none, and none could be made.
             Refused: the worker takes no new calls.
         """
+        connection = self.standing(record)
+        if connection is None:
+            connection = await self._opened()
+            if connection.side.going_away:
+                raise _draining(record)
+        return connection
+
+    def standing(self, record: EndpointRecord) -> _WorkerConnection | None:
+        """A connection that takes a call now, or None.
+
+        Raises:
+            Refused: the worker takes no new calls.
+        """
         connection = self._connection
         if connection is None or not connection.is_open:
-            connection = await self._opened()
+            return None
         if connection.side.going_away:
             raise _draining(record)
         if not connection.side.usable:
             # It has come near the end of its ids: a new one takes over.
             self._connection = None
             connection.retire()
-            connection = await self._opened()
+            return None
         return connection
 
     async def _opened(self) -> _WorkerConnection:
         """Open one connection, whatever the number of calls that want it."""
+        if self.loop.time() < self._not_before:
+            # Nobody waits to hear what is known: another instance may take the call.
+            raise self.failed(f"{self._last_failure} (a moment ago)")
         if self._opening is None:
             self._opening = spawn(self.loop, self._open())
             self._opening.add_done_callback(self._on_opened)
@@ -513,7 +533,6 @@ class _Link:
         return opening.result()
 
     async def _open(self) -> _WorkerConnection:
-        await asyncio.sleep(max(0.0, self._not_before - self.loop.time()))
         limit_s = self.config.connect_timeout_s
         began = self.loop.time()
         async with self._lane.connecting:
@@ -555,6 +574,9 @@ class _Link:
             self._not_before = 0.0
             self._connection = task.result()
             return
+        error = task.exception()
+        facts = error.facts if isinstance(error, CallError) else {}
+        self._last_failure = str(facts.get("reason", error))
         # The first failure is followed by a try at once: a worker may have come back.
         if self._failures:
             pause_s = _BACKOFF_FIRST_S * 2 ** min(self._failures - 1, 10)
@@ -565,6 +587,10 @@ class _Link:
         self._connections.discard(connection)
         if self._connection is connection:
             self._connection = None
+
+    @property
+    def connections(self) -> tuple[_WorkerConnection, ...]:
+        return tuple(self._connections)
 
     @property
     def unused(self) -> bool:
@@ -593,6 +619,20 @@ class DuplexClientLane:
         self._links: dict[tuple[str, int], _Link] = {}
         self._closed = False
 
+    def open_now(
+        self, record: EndpointRecord, request: CallRequest, events: CallEvents
+    ) -> _Call | None:
+        """Send a call over a connection that stands; None if there is none.
+
+        Raises:
+            CallError: it was not sent.
+        """
+        address, link = self._link(record)
+        connection = link.standing(record)
+        if connection is None:
+            return None
+        return connection.call(record, address.path, request, events)
+
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> _Call:
@@ -602,16 +642,16 @@ class DuplexClientLane:
             NoDuplex: the worker's port does not speak the lane; nothing was sent.
             CallError: it was not sent.
         """
+        address, link = self._link(record)
+        connection = await link.connection(record)
+        return connection.call(record, address.path, request, events)
+
+    def _link(self, record: EndpointRecord) -> tuple[TcpAddress, _Link]:
         if self._closed:
             raise RuntimeClosed("the runtime was shut down")
         address = callable_address(record)
-        body = None
-        if request.packed is not None:
-            body = encode_for(record, request.value, request.packed, CallError)
         key = (address.host, address.port)
-        link = self._links.get(key) or self._new_link(key, address)
-        connection = await link.connection(record)
-        return connection.call(record, address.path, request, events, body)
+        return address, self._links.get(key) or self._new_link(key, address)
 
     def _new_link(self, key: tuple[str, int], address: TcpAddress) -> _Link:
         for old_key, old in list(self._links.items()):
@@ -619,6 +659,11 @@ class DuplexClientLane:
                 del self._links[old_key]
         link = self._links[key] = _Link(self, address)
         return link
+
+    def addresses(self) -> set[str]:
+        """Our own ends of all connections."""
+        links = self._links.values()
+        return {one.local for link in links for one in link.connections}
 
     async def aclose(self) -> None:
         """Make no more calls; those in progress run to their end."""

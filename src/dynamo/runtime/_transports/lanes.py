@@ -35,6 +35,13 @@ class Lanes:
         # By address; a record that was written again is another object.
         self._fallen_back: dict[str, EndpointRecord] = {}
 
+    def open_now(
+        self, record: EndpointRecord, request: CallRequest, events: CallEvents
+    ) -> CallHandle | None:
+        if self._uses_duplex(record):
+            return self.duplex.open_now(record, request, events)
+        return None
+
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> CallHandle:
@@ -60,6 +67,10 @@ class Lanes:
         self._fallen_back[record.address] = record
         while len(self._fallen_back) > _MAX_FALLEN_BACK:
             del self._fallen_back[next(iter(self._fallen_back))]
+
+    def addresses(self) -> set[str]:
+        """Our own ends of the connections to workers: they may be to our own port."""
+        return self.callhome.addresses() | self.duplex.addresses()
 
     async def probe(self, record: EndpointRecord) -> bool:
         return await self.callhome.probe(record)

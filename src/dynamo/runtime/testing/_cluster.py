@@ -293,9 +293,7 @@ class Worker:
         What runs goes on; whatever comes is refused, retryable.
         """
         admission = self.runtime._core.admission
-        taken = 0
-        while admission.reserve():
-            taken += 1
+        taken = admission.reserve_all()
         try:
             yield
         finally:
