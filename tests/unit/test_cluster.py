@@ -340,6 +340,8 @@ async def test_a_killed_worker_breaks_its_streams_and_stays_listed(
         stream = await client.round_robin("x", annotated=False)
         assert stream.instance_id == second.instance_id
         await stream.aclose()
+    first.lose_lease()
+    await until(lambda: client.instance_ids() == [second.instance_id])
 
 
 async def test_a_stopped_worker_drains_and_leaves(cluster: Cluster) -> None:

@@ -68,7 +68,7 @@ class _Records(MemoryBackend):
 
     def expire(self) -> None:
         """Lose the records, as with a lease that was not renewed in time."""
-        self._store.delete(list(self._own))
+        self._store.delete(list(self._values))
 
     def renew(self) -> None:
         """Write those that are still wanted again."""
@@ -270,7 +270,8 @@ class Worker:
     async def kill(self) -> None:
         """End it as ``kill -9`` does: connections are reset, its records stay.
 
-        Its handlers, which no dying process takes along, are cancelled, unheard.
+        Records of the dead expire after a while: `lose_lease` does that now.  Its
+        handlers, which no dying process takes along, are cancelled, unheard.
         """
         await self._state.kill()
 
