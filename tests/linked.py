@@ -41,10 +41,10 @@ class Link:
     worker: DistributedRuntime
     caller: DistributedRuntime
     client: Client
-    lanes: tuple[str, ...]
     requests: FaultProxy
     answers: FaultProxy
     serving: asyncio.Future[tuple[()]]
+    lanes: tuple[str, ...] = ()
 
     @property
     def record(self) -> EndpointRecord:
@@ -111,7 +111,7 @@ async def linked(
 
     Args:
         handler: What is served.
-        lanes: What the worker advertises beyond the genuine lane.
+        lanes: What the worker's record names; all on ``link.requests`` if it is one.
         settings: Members of both runtimes' `RuntimeConfig` to replace.
     """
     loop = asyncio.get_running_loop()
