@@ -9,7 +9,7 @@ from collections.abc import Callable
 _POLL_S = 0.002
 
 
-async def until(condition: Callable[[], object], *, timeout: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout: float = 5.0) -> None:
     """Wait until something holds, for what tells nobody when it happens.
 
     Args:
