@@ -1,4 +1,4 @@
-"""A worker runtime and a client runtime of one process, with a relay each way between.
+"""A worker runtime and a client runtime of one process, with a proxy each way between.
 
 The client finds the worker behind ``link.requests`` and announces an address behind
 ``link.answers``, so that a test can disturb either connection of a call.
@@ -12,8 +12,6 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
-from relay import Relay, relay_to, until
-
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime._wire.records import (
     INSTANCES,
@@ -22,6 +20,7 @@ from dynamo.runtime._wire.records import (
     encode_record,
     tcp_address,
 )
+from dynamo.runtime.testing import FaultProxy, until
 
 NAME = EndpointName("t", "w", "e")
 PATH = "t.w.e"
@@ -34,15 +33,16 @@ class Link:
         worker: Its runtime.
         caller: The client's runtime.
         client: A client of the one endpoint.
-        requests: The relay on the way to the worker's port.
-        answers: The relay on the way to the client's response listener.
+        lanes: What the worker advertises beyond the genuine lane.
+        requests: The proxy on the way to the worker's port.
+        answers: The proxy on the way to the client's response listener.
     """
 
     worker: DistributedRuntime
     caller: DistributedRuntime
     client: Client
-    requests: Relay
-    answers: Relay
+    requests: FaultProxy
+    answers: FaultProxy
     serving: asyncio.Future[tuple[()]]
     lanes: tuple[str, ...] = ()
 
@@ -89,9 +89,13 @@ class Link:
         def all_cut() -> bool:
             # Again, for one may have been on its way.
             self.requests.break_all(reset=reset)
-            return not self.pooled
+            return not self.pooled and not self.requests.connections
 
         await until(all_cut)
+        loop = asyncio.get_running_loop()
+        links = self.caller._core.lane.duplex._links.values()
+        # The client has failed to connect, perhaps, and would not try again at once.
+        await until(lambda: all(one._not_before <= loop.time() for one in links))
 
 
 async def closed(runtime: DistributedRuntime) -> None:
@@ -103,7 +107,7 @@ async def closed(runtime: DistributedRuntime) -> None:
 async def linked(
     handler: Any, *, lanes: tuple[str, ...] = (), **settings: Any
 ) -> AsyncIterator[Link]:
-    """Serve the handler, and have a client that calls it through two relays.
+    """Serve the handler, and have a client that calls it through two proxies.
 
     Args:
         handler: What is served.
@@ -123,7 +127,7 @@ async def linked(
     listener = link.caller._core.lane.callhome.listener
     await listener.start()
     answer_port = int(listener.address.rpartition(":")[2])
-    async with relay_to(worker_port) as requests, relay_to(answer_port) as answers:
+    async with FaultProxy(worker_port) as requests, FaultProxy(answer_port) as answers:
         link.requests, link.answers = requests, answers
         listener.address = f"127.0.0.1:{answers.port}"
         await link.publish()

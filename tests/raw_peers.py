@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -49,6 +49,7 @@ from dynamo.runtime._wire.records import (
     split_tcp_address,
 )
 from dynamo.runtime._wire.two_part import TwoPart, TwoPartReader, encode_two_part
+from dynamo.runtime.testing import until as until
 
 T = TypeVar("T")
 Frame = TypeVar("Frame")
@@ -65,15 +66,6 @@ GOOD_PROLOGUE = TwoPart(b'{"error":null}', b"")
 
 async def within(work: Awaitable[T], limit_s: float = LIMIT_S) -> T:
     return await asyncio.wait_for(work, limit_s)
-
-
-async def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-    """Poll, and fail at the limit."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + limit_s
-    while not condition():
-        assert loop.time() < deadline, "the condition did not come true in time"
-        await asyncio.sleep(0.002)
 
 
 def open_descriptors() -> int:

@@ -186,6 +186,30 @@ def test_readme_command_works(command: str, private: dict[str, str]):
     assert_lines_in_order(run([command], private), README_EXPECTED[command])
 
 
+def test_the_how_to_on_tests_is_a_suite_that_passes(tmp_path: Path) -> None:
+    how_to = (ROOT / "docs/how-to/test-your-service.md").read_text(encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
+    files = [text for kind, text in BLOCK.findall(how_to) if kind == "python"]
+    for text in files:
+        name, _, code = text.removeprefix("# ").partition("\n")
+        with (tmp_path / name).open("a", encoding="utf-8") as file:
+            file.write(f"{code}\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    # One of them is made for eight places.
+    tests = sum(text.count("async def test_") for text in files) + 7
+    assert f"{tests} passed" in done.stdout, done.stdout
+    assert done.returncode == 0
+
+
 def test_readme_has_no_command_that_nobody_tries():
     # ./run-tests is what runs this test.
     assert set(commands()) == {*README_EXPECTED, "./run-tests"}

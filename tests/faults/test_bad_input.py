@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from linked import Link, linked
-from relay import until
+
+from dynamo.runtime.testing import until
 
 ROUNDS = 15
 AT_ONCE = 16
@@ -111,7 +112,7 @@ async def test_rubbish_on_either_port_harms_no_call_and_leaves_nothing_behind(
     loop.set_exception_handler(lambda _, context: failures.append(context))
     async with linked(answer, frame_timeout_s=0.2, connect_timeout_s=1) as link:
         good = await good_bytes(link)
-        ports = (link.requests._target_port, link.answers._target_port)
+        ports = (link.requests.target[1], link.answers.target[1])
         for number in range(int(ROUNDS * scale)):
             sends = [
                 mutator.send(ports[n % 2], mutator.bad(good[n % 2]))
@@ -121,5 +122,5 @@ async def test_rubbish_on_either_port_harms_no_call_and_leaves_nothing_behind(
             stream = await asyncio.wait_for(link.call(number), 5)
             assert [item async for item in stream] == ITEMS
         # A stranger that says nothing has ten seconds for its handshake.
-        await until(lambda: nothing_left(link), 12)
+        await until(lambda: nothing_left(link), timeout=12)
     assert not failures

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from linked import closed, linked
-from relay import until
 
 from dynamo.runtime import DistributedRuntime, errors
 from dynamo.runtime._observability.watchdog import LoopWatchdog
+from dynamo.runtime.testing import until
 
 pytestmark = pytest.mark.may_block
 

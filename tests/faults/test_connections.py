@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from linked import linked
 from raw_peers import PATH, make_runtime, shut_down, until, within
-from relay import Cut
 from served import served
 
 from dynamo.runtime import PyAsyncRequestStream, errors
 from dynamo.runtime._discovery.memory import MemoryStore
 from dynamo.runtime._transports.connection import Connection
+from dynamo.runtime.testing import Cut
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +185,7 @@ async def test_a_silent_connection_is_given_up_and_not_waited_for() -> None:
     """A close would wait for a peer that takes nothing; the next call uses another."""
     async with linked(echo, request_timeout_s=0.2) as link:
         await link.call("opens the connection")
-        link.requests.cut = Cut(silent=True)
+        link.requests.cut = Cut(how="silent")
         link.requests.stall()
         started = time.monotonic()
         with pytest.raises(errors.CallTimeout) as caught:
@@ -208,8 +208,7 @@ async def test_an_outage_fails_calls_early_and_keeps_nothing(scale: float) -> No
     async with linked(echo, request_timeout_s=5.0) as link:
         await link.call("before")
         # Nobody listens, and nothing is left of the connections.
-        assert link.requests._server is not None
-        link.requests._server.close()
+        link.requests.refuse()
         await link.cut_requests()
         started = time.monotonic()
         failed = await asyncio.gather(

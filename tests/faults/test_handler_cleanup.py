@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from linked import linked
-from relay import until
+
+from dynamo.runtime.testing import until
 
 
 @pytest.fixture(autouse=True)

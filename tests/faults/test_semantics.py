@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 from linked import Link, linked
-from relay import Cut, until
 
 from dynamo.runtime import Context
 from dynamo.runtime._wire.records import INSTANCES
@@ -38,6 +37,7 @@ from dynamo.runtime.errors import (
     StreamTimeout,
     WorkerLost,
 )
+from dynamo.runtime.testing import Cut, until
 
 TRIES = 5
 LIMIT_S = 8.0
@@ -81,7 +81,7 @@ class Times:
         return caught.value
 
     async def event(self, happened: Callable[[], object], *, since: float) -> None:
-        await until(happened, LIMIT_S)
+        await until(happened, timeout=LIMIT_S)
         self.took_s.append(time.monotonic() - since)
 
     def judge(self) -> None:
@@ -235,7 +235,7 @@ async def test_a_worker_that_does_not_call_home(lane: Lane, scale: float) -> Non
     times = Times("no call home", SETTABLE_S, scale)
     async with made(lane, call_home_timeout_s=SETTABLE_S) as (link, _, _):
         # Its connections are taken and nothing passes.
-        link.answers.cut = Cut(up=0, down=0, silent=True)
+        link.answers.cut = Cut(up=0, down=0, how="silent")
         for _ in range(TRIES):
             error = await times.error(link.call("hush"), CallTimeout)
             assert error.phase == "start"

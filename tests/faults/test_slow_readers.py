@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from linked import Link, closed, linked
-from relay import Cut, until
 
 from dynamo.runtime import errors
 from dynamo.runtime._transports import callhome_worker
+from dynamo.runtime.testing import Cut, until
 
 SHORT = {"drain_timeout_s": 0.1, "close_timeout_s": 0.1, "call_home_timeout_s": 0.5}
 # More than the sockets of a connection hold.
@@ -112,9 +112,9 @@ async def test_a_shutdown_leaves_no_connection_that_waits_for_its_client() -> No
 
     async with linked(quick, call_home_timeout_s=0.1) as link:
         # The handshake and all that follows is swallowed: nobody ever closes.
-        link.answers.cut = Cut(up=0, silent=True)
+        link.answers.cut = Cut(up=0, how="silent")
         with pytest.raises(errors.CallTimeout):
             await link.call()
         assert link.answers.accepted == 1
         await closed(link.worker)
-        await until(lambda: len(link.answers._sides) <= 1, 3)
+        await until(lambda: len(link.answers._sides) <= 1, timeout=3)

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 from raw_peers import connected_socket, make_runtime, shut_down, until, within
-from relay import Cut, Relay, relay_to
 
 from dynamo.runtime import Client, Context, DistributedRuntime
 from dynamo.runtime._calls.streams import ResponseSender
@@ -37,6 +36,7 @@ from dynamo.runtime.errors import (
     StreamBroken,
     WorkerLost,
 )
+from dynamo.runtime.testing import Cut, FaultProxy
 
 PATH = "t.w.e"
 NAME = EndpointName("t", "w", "e")
@@ -48,7 +48,7 @@ class Link:
     worker: DistributedRuntime
     caller: DistributedRuntime
     client: Client
-    relay: Relay
+    relay: FaultProxy
     serving: asyncio.Future[tuple[()]]
     lanes: tuple[str, ...] = ("duplex",)
 
@@ -119,7 +119,7 @@ async def linked(
     link.caller = make_runtime(**changes)
     link.serving = link.worker.endpoint(PATH).serve_endpoint(handler)
     _, _, port = await link.worker._core.request_server()
-    async with relay_to(port) as link.relay:
+    async with FaultProxy(port) as link.relay:
         await link.publish()
         link.client = await link.caller.endpoint(PATH).client()
         await link.client.wait_for_instances(timeout=5)
@@ -532,14 +532,12 @@ async def test_an_acknowledged_call_that_loses_its_connection_may_have_run() -> 
 
 async def test_a_worker_that_is_not_there_fails_and_can_come_back() -> None:
     async with linked(count) as link:
-        server = link.relay._server
-        assert server is not None
-        server.close()
+        link.relay.refuse()
         for _ in range(3):
             with pytest.raises(ConnectionFailed) as caught:
                 await within(link.call(1))
             assert caught.value.retryable
-        async with relay_to(link.relay._target_port) as relay:
+        async with FaultProxy(link.relay.target[1]) as relay:
             link.relay, old = relay, link.relay
             await link.publish()
             assert await link.items(1) == [0]
@@ -623,7 +621,7 @@ async def test_a_port_without_the_lane_is_called_the_other_way_and_remembered(
         server = await asyncio.start_server(old_worker, "127.0.0.1", 0)
         async with server:
             address = server.sockets[0].getsockname()
-            link.relay._target_port = address[1]
+            link.relay.target = ("127.0.0.1", address[1])
             for _ in range(2):
                 with pytest.raises(CallTimeout, match="timed out"):
                     await within(link.call(1))
@@ -798,7 +796,7 @@ async def test_streams_run_to_their_end_when_the_clients_runtime_is_shut_down() 
 
 async def test_a_request_cut_in_the_middle_was_never_started() -> None:
     async with linked(echo) as link:
-        link.relay.cut = Cut(up=200_000, reset=True)
+        link.relay.cut = Cut(up=200_000, how="reset")
         with pytest.raises(ConnectionFailed) as caught:
             await within(link.call(bytes(3_000_000)))
         assert caught.value.retryable

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relay import until
 
 from dynamo.runtime import DistributedRuntime, dynamo_worker, errors
+from dynamo.runtime.testing import until
 
 PATH = "t.w.e"
 
@@ -156,7 +156,7 @@ async def test_a_shutdown_removes_the_records_although_every_thread_is_busy(
     await held.started.wait()
     try:
         runtime.shutdown()
-        await until(lambda: not records(tmp_path), 1)
+        await until(lambda: not records(tmp_path), timeout=1)
         assert not serving.done()
     finally:
         release.set()

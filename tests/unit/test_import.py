@@ -46,6 +46,7 @@ def test_importing_brings_nothing_heavy_and_configures_no_logging():
     done = run(
         "import sys, logging, dynamo.runtime, dynamo._core\n"
         "heavy = {'pydantic', 'numpy', 'uvloop', 'grpc', 'nats', 'starlette'}\n"
+        "heavy |= {'pytest', 'dynamo.runtime.testing'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "assert not logging.getLogger().handlers\n"
         "assert not logging.getLogger('dynamo').handlers\n"

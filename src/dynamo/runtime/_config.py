@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
+from dynamo.runtime._network import SOCKETS, Network
+
 _MIB = 1024 * 1024
 _LOOPBACK = "127.0.0.1"
 _NO_DEVICE = ("", "-1", "none", "void")
@@ -71,6 +73,7 @@ class RuntimeConfig:
     blocked_loop_s: float
 
     status_port: int | None
+    network: Network = SOCKETS
 
 
 class _Reader:

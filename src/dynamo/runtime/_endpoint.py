@@ -163,6 +163,7 @@ class ServedEndpoint:
             request,
             self._home.replies,
             self._home.config.connect_timeout_s,
+            self._home.config.network,
         )
         return self._ingress.offer(call)
 

@@ -90,10 +90,14 @@ class _Core:
     """One runtime, without the user's handle: what endpoints, clients and tasks hold."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop | None, config: RuntimeConfig
+        self,
+        loop: asyncio.AbstractEventLoop | None,
+        config: RuntimeConfig,
+        backend: DiscoveryBackend | None = None,
     ) -> None:
         self.config = config
-        self.backend, self._liveness = _new_backend(config)
+        made = _new_backend(config) if backend is None else (backend, None)
+        self.backend, self._liveness = made
         self.admission = Admission(config.worker_pool_size, config.work_queue_size)
         self.metrics = MetricsCallbacks()
         self.replies = Replies()
@@ -209,6 +213,16 @@ class _Core:
     def unserved(self, life: ServedEndpoint) -> None:
         if life in self._served:
             self._served.remove(life)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that were taken and have not ended."""
+        return sum(life.in_flight for life in self._served)
+
+    def stop_all(self, *, killed: bool) -> None:
+        """Stop, or kill, every request in flight."""
+        for life in list(self._served):
+            life.stop_all(killed=killed)
 
     def on_register(self) -> None:
         """From now on a record must be removed, however the process ends."""
@@ -339,10 +353,10 @@ class _Core:
             _log.warning("callers have not read the end of their answers: closing")
             return
         self._tell_stopping(busy, deadline)
-        self._stop_all(killed=False)
+        self.stop_all(killed=False)
         if await self._all_idle(_STOPPED_TIMEOUT_S) or not self._busy():
             return
-        self._stop_all(killed=True)
+        self.stop_all(killed=True)
         # Also in a hurry: what is cancelled takes a few turns of the loop to end.
         await self._unless((), self._idle(), _KILLED_TIMEOUT_S)
         if busy := self._busy():
@@ -374,10 +388,6 @@ class _Core:
                 self.config.drain_timeout_s,
                 busy,
             )
-
-    def _stop_all(self, *, killed: bool) -> None:
-        for life in list(self._served):
-            life.stop_all(killed=killed)
 
     def _busy(self) -> str:
         return ", ".join(
@@ -617,9 +627,14 @@ class DistributedRuntime(Sealed):
         _refuse_unavailable(discovery_backend, plane)
         self._start(event_loop, from_env(os.environ, discovery_backend, plane))
 
-    def _start(self, event_loop: Any, config: RuntimeConfig) -> None:
+    def _start(
+        self,
+        event_loop: Any,
+        config: RuntimeConfig,
+        backend: DiscoveryBackend | None = None,
+    ) -> None:
         self._event_loop = event_loop
-        self._core = _Core(_home_of(event_loop), config)
+        self._core = _Core(_home_of(event_loop), config, backend)
         self._ready = False
         self._routes = {}
         if config.status_port is not None:
@@ -627,6 +642,18 @@ class DistributedRuntime(Sealed):
                 "DYN_SYSTEM_PORT=%d: this version has no status server",
                 config.status_port,
             )
+
+    @classmethod
+    def _make(
+        cls,
+        event_loop: Any,
+        config: RuntimeConfig,
+        backend: DiscoveryBackend | None = None,
+    ) -> DistributedRuntime:
+        """One with these settings, whatever the environment says."""
+        self = cls.__new__(cls)
+        self._start(event_loop, config, backend)
+        return self
 
     @classmethod
     def _from_env(cls, event_loop: Any) -> DistributedRuntime:
@@ -637,8 +664,7 @@ class DistributedRuntime(Sealed):
         check_planes(os.environ)
         config = from_env(os.environ)
         _refuse_unavailable("file", config.request_plane)
-        self = cls.__new__(cls)
-        self._start(event_loop, config)
+        self = cls._make(event_loop, config)
         _log.info(
             "no discovery backend named: using files in %s and the loopback interface, "
             "for processes of this user on this machine; set DYN_DISCOVERY_BACKEND "

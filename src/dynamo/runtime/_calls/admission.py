@@ -32,6 +32,11 @@ _NEWEST = 0.1
 Clock = Callable[[], float]
 
 
+def _monotonic() -> float:
+    # Looked up at each call: tests steer it.
+    return time.monotonic()
+
+
 class Admits(Protocol):
     """What decides about the requests of an endpoint."""
 
@@ -53,7 +58,7 @@ class Admission:
         "DYN_ENGINE_REQUEST_LIMIT and DYN_DYNAMO_REQUEST_QUEUE_LIMIT"
     )
 
-    def __init__(self, running: int, waiting: int, now: Clock = time.monotonic) -> None:
+    def __init__(self, running: int, waiting: int, now: Clock = _monotonic) -> None:
         self._running_limit = running
         # The genuine worker holds one more than its queue: the one next in turn.
         self._waiting_limit = waiting + 1
@@ -72,6 +77,12 @@ class Admission:
             return self._rejection()
         self._reserved += 1
         return None
+
+    def reserve_all(self) -> int:
+        """Take every place that is left, each to be released; returns how many."""
+        left = self._running_limit + self._waiting_limit - self._reserved
+        self._reserved += left
+        return left
 
     def _rejection(self) -> Rejection:
         return Rejection(OVERLOADED_TEXT, _GENUINE_PAUSE_S)
@@ -144,7 +155,7 @@ class EndpointAdmission(Admission):
         running: int,
         waiting: int,
         worker: Admits,
-        now: Clock = time.monotonic,
+        now: Clock = _monotonic,
     ) -> None:
         super().__init__(running, waiting, now)
         self._waiting_limit = waiting

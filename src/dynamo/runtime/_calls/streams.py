@@ -1,7 +1,7 @@
 """What users iterate and send through: response streams, request streams, items.
 
-The public objects; each is a thin handle on an `Inbox` or on the core of a call, of
-which it knows a small interface.
+The public objects; each is a thin handle on an inbox or on the core of a call, of which
+it knows a small interface.
 """
 
 from __future__ import annotations
@@ -180,6 +180,12 @@ class AsyncResponseStream(Unconstructible):
             core.dropped()
 
 
+class Steps(Protocol):
+    """Where a `PyAsyncRequestStream` gets its values."""
+
+    def step(self) -> asyncio.Future[Any]: ...
+
+
 @final
 class PyAsyncRequestStream(Unconstructible):
     """The values that a caller streams to a bidirectional handler, in order.
@@ -190,10 +196,10 @@ class PyAsyncRequestStream(Unconstructible):
 
     __slots__ = ("_inbox",)
 
-    _inbox: Inbox
+    _inbox: Steps
 
     @classmethod
-    def _of(cls, inbox: Inbox) -> PyAsyncRequestStream:
+    def _of(cls, inbox: Steps) -> PyAsyncRequestStream:
         self = cls.__new__(cls)
         self._inbox = inbox
         return self

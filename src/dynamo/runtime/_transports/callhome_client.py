@@ -473,6 +473,7 @@ class CallhomeClientLane:
                 address.host,
                 address.port,
                 self.config.connect_timeout_s,
+                self.config.network,
             )
         except CallError:
             return False

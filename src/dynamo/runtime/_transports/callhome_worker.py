@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from dynamo.runtime._network import SOCKETS
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports import IncomingRequest
 from dynamo.runtime._transports.connection import Connection, connect
@@ -43,6 +44,7 @@ from dynamo.runtime._wire.two_part import TwoPartReader
 from dynamo.runtime.errors import ConnectionFailed, RemoteProtocolError
 
 if TYPE_CHECKING:
+    from dynamo.runtime._network import Network
     from dynamo.runtime._transports import InputEvents, ReplyEvents
     from dynamo.runtime._wire.faults import ErrorObject
 
@@ -117,6 +119,7 @@ class CallhomeCall:
         request: RequestReceived,
         replies: Replies,
         connect_timeout_s: float,
+        network: Network = SOCKETS,
     ) -> None:
         assert request.path is not None
         self.path = request.path
@@ -125,6 +128,7 @@ class CallhomeCall:
         self._replies = replies
         self._payload = request.payload
         self._connect_timeout_s = connect_timeout_s
+        self._network = network
         self._control: ControlHeader | None = None
 
     def decode(self) -> IncomingRequest:
@@ -181,7 +185,9 @@ class CallhomeCall:
             raise ConnectionFailed(
                 str(error), facts={"reason": "the client announced no host:port"}
             ) from error
-        return await connect(self._loop, factory, host, port, self._connect_timeout_s)
+        return await connect(
+            self._loop, factory, host, port, self._connect_timeout_s, self._network
+        )
 
 
 class InputConnection(Connection):

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
+from dynamo.runtime._network import SOCKETS, Listening, Network
 from dynamo.runtime._sealed import override
 from dynamo.runtime.errors import CannotListen, ConnectionFailed, ProtocolError
 
@@ -298,7 +299,7 @@ def _keep_alive(sock: socket.socket) -> None:
 
 # Everything open in this process, for the moment in which it is forked.
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-_servers: weakref.WeakSet[asyncio.Server] = weakref.WeakSet()
+_servers: weakref.WeakSet[Listening] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
@@ -311,7 +312,7 @@ def _after_fork() -> None:
     _servers.clear()
 
 
-def let_go(server: asyncio.Server) -> None:
+def let_go(server: Listening) -> None:
     """Give up the sockets of a server whose loop cannot close them any more."""
     for listener in server.sockets:
         _let_go(listener)
@@ -338,6 +339,7 @@ async def connect(
     host: str,
     port: int,
     timeout_s: float,
+    network: Network = SOCKETS,
 ) -> P:
     """Open a connection.
 
@@ -346,7 +348,8 @@ async def connect(
     """
     # A task of its own: its call-backs must not inherit the caller's context, and a
     # connection that stands just as the caller is cancelled must not leak.
-    task = spawn(loop, _create_connection(loop, factory, host, port, timeout_s))
+    connecting = _create_connection(loop, factory, host, port, timeout_s, network)
+    task = spawn(loop, connecting)
     expired: asyncio.Future[None] = loop.create_future()
     limit = Limit(loop, timeout_s, lambda: expired.set_result(None))
     try:
@@ -378,17 +381,16 @@ async def _create_connection(
     host: str,
     port: int,
     timeout_s: float,
+    network: Network,
 ) -> P:
     """Connect; while this process has no descriptor free, wait for one."""
     last_try = loop.time() + timeout_s - 2 * _RETRY_S
     while True:
         try:
-            _, protocol = await loop.create_connection(factory, host, port)
+            return await network.connect(loop, factory, host, port)
         except OSError as error:
             if error.errno not in _EXHAUSTED or loop.time() >= last_try:
                 raise
-        else:
-            return protocol
         await asyncio.sleep(_RETRY_S)
 
 
@@ -406,8 +408,9 @@ async def listen(
     *,
     backlog: int,
     settings: str,
-) -> tuple[asyncio.Server, int]:
-    """Listen on an address; returns the server and its real port.
+    network: Network = SOCKETS,
+) -> tuple[Listening, int]:
+    """Listen on an address; returns what closes it and the real port.
 
     Args:
         settings: The names of the variables that choose the address, for the error.
@@ -415,12 +418,12 @@ async def listen(
     Raises:
         CannotListen: the address cannot be bound.
     """
-    serving = loop.create_server(factory, host, port, backlog=backlog)
+    serving = network.listen(loop, factory, host, port, backlog)
     # Accepted connections inherit the context in which the server was made.
     task = spawn(loop, serving)
     try:
         # A server that comes to stand just as the caller is cancelled must not leak.
-        server = await asyncio.shield(task)
+        server, real_port = await asyncio.shield(task)
     except asyncio.CancelledError:
         task.add_done_callback(_abandon_server)
         raise
@@ -429,11 +432,11 @@ async def listen(
             f"cannot listen on {host}:{port} ({settings}): {error.strerror or error}"
         ) from error
     _servers.add(server)
-    return server, int(server.sockets[0].getsockname()[1])
+    return server, real_port
 
 
 async def stop_accepting(
-    loop: asyncio.AbstractEventLoop, server: asyncio.Server | None
+    loop: asyncio.AbstractEventLoop, server: Listening | None
 ) -> None:
     """To be awaited before a server is closed.
 
@@ -448,7 +451,7 @@ async def stop_accepting(
         await asyncio.sleep(0)
 
 
-def _abandon_server(task: asyncio.Task[asyncio.Server]) -> None:
+def _abandon_server(task: asyncio.Task[tuple[Listening, int]]) -> None:
     """Close a server that nobody waited for any more."""
     if not task.cancelled() and task.exception() is None:
-        task.result().close()
+        task.result()[0].close()

@@ -555,6 +555,7 @@ class _Link:
                 self._host,
                 self._port,
                 limit_s,
+                self.config.network,
             )
         self._connections.add(connection)
         try:

@@ -203,6 +203,7 @@ class _HostPool:
                 self._host,
                 self._port,
                 self.config.connect_timeout_s,
+                self.config.network,
             )
         if connection.is_open:
             self._connections.append(connection)

@@ -27,6 +27,7 @@ from dynamo.runtime.errors import RemoteProtocolError, RuntimeClosed
 
 if TYPE_CHECKING:
     from dynamo.runtime._config import RuntimeConfig
+    from dynamo.runtime._network import Listening
 
 _HANDSHAKE_TIMEOUT_S = 10.0
 # A stranger may not make us keep more than this.
@@ -148,7 +149,7 @@ class ResponseListener:
         self.connections: set[HomeConnection] = set()
         self._config = config
         self._waiting: dict[str, Expected] = {}
-        self._server: asyncio.Server | None = None
+        self._server: Listening | None = None
         self._starting = asyncio.Lock()
         self.closed = False
 
@@ -171,6 +172,7 @@ class ResponseListener:
                 self._config.response_port,
                 backlog=self._config.listen_backlog,
                 settings="DYN_TCP_RESPONSE_STREAM_HOST, DYN_TCP_RESPONSE_STREAM_PORT",
+                network=self._config.network,
             )
             host = advertised_host(self._config.response_host)
             self.address = TcpAddress(host, port, "").authority

@@ -36,6 +36,7 @@ from dynamo.runtime._wire.duplex_frames import PREFACE
 
 if TYPE_CHECKING:
     from dynamo.runtime._config import RuntimeConfig
+    from dynamo.runtime._network import Listening
     from dynamo.runtime._transports import Rejection
 
 _log = logging.getLogger("dynamo.runtime.server")
@@ -62,7 +63,7 @@ class RequestServer:
         self.loop = loop
         self.config = config
         self._served: dict[str, Taker] = {}
-        self._server: asyncio.Server | None = None
+        self._server: Listening | None = None
         self._port = 0
         self._starting = asyncio.Lock()
         self._asked_at = 0.0
@@ -85,6 +86,7 @@ class RequestServer:
                     port,
                     backlog=_BACKLOG,
                     settings="DYN_TCP_RPC_HOST, DYN_TCP_RPC_PORT",
+                    network=self.config.network,
                 )
         return self._port
 
