@@ -16,7 +16,7 @@ from relay import Cut, Relay, relay_to
 
 from dynamo.runtime import Client, Context, DistributedRuntime
 from dynamo.runtime._calls.streams import ResponseSender
-from dynamo.runtime._transports.duplex_client import _WorkerConnection
+from dynamo.runtime._transports.duplex_client import _Link, _WorkerConnection
 from dynamo.runtime._transports.duplex_worker import DuplexWorkerConnection
 from dynamo.runtime._wire.duplex import LAST_ID_TO_OPEN
 from dynamo.runtime._wire.duplex_frames import PREFACE
@@ -94,6 +94,20 @@ class Link:
     def connections(self) -> int:
         links = self.caller._core.lane.duplex._links.values()
         return sum(len(link._connections) for link in links)
+
+    @property
+    def links(self) -> list[_Link]:
+        return list(self.caller._core.lane.duplex._links.values())
+
+    @property
+    def ready(self) -> int:
+        """How many connections take calls."""
+        return sum(len(link._ready) for link in self.links)
+
+    @property
+    def loads(self) -> list[int]:
+        """How many calls each of them has, in the order in which they were opened."""
+        return [len(one.side.streams) for link in self.links for one in link._ready]
 
     @property
     def at_worker(self) -> DuplexWorkerConnection:
@@ -779,3 +793,107 @@ async def test_a_request_cut_in_the_middle_was_never_started() -> None:
         assert caught.value.retryable
         link.relay.cut = Cut()
         assert await link.items(3) == [3]
+
+
+# ------------------------------------------------------- more than one per worker process
+
+
+async def test_another_connection_is_opened_when_each_has_a_call() -> None:
+    hush = Hush()
+    async with linked(hush, duplex_connections=3) as link:
+        streams = [await link.call("a")]
+        assert link.connections == 1
+        streams += [await link.call("b")]
+        await until(lambda: link.ready == 2)
+        assert link.loads == [2, 0]
+        streams += [await link.call("c") for _ in range(2)]
+        await until(lambda: link.ready == 3)
+        streams += [await link.call("d") for _ in range(8)]
+        # The least busy one gets the next call.
+        assert link.loads == [4, 4, 4]
+        assert link.relay.accepted == 3
+        for stream in streams:
+            stream.cancel()
+        await until(lambda: hush.ended == 12)
+        assert link.connections == 3
+
+
+async def test_no_call_waits_for_a_further_connection_or_fails_with_it() -> None:
+    hush = Hush()
+    async with linked(hush, duplex_connections=2, connect_timeout_s=0.2) as link:
+        streams = [await link.call("a")]
+        link.relay.cut = Cut(up=0, silent=True)
+        streams += [await within(link.call("b"), 0.2 * 0.9)]
+        await until(lambda: link.relay.accepted == 2)
+        await until(lambda: link.links[0]._opening is None)
+        assert link.ready == 1
+        link.relay.cut = Cut()
+        streams += [await link.call("c")]
+        await until(lambda: link.ready == 2)
+        assert [await one.__anext__() for one in streams] == ["a", "b", "c"]
+        for stream in streams:
+            stream.cancel()
+
+
+async def test_one_after_the_other_needs_no_second_connection() -> None:
+    async with linked(count, duplex_connections=3) as link:
+        for _ in range(20):
+            assert await link.items(2) == [0, 1]
+        assert link.relay.accepted == 1
+
+
+async def test_of_several_connections_those_that_idle_are_closed() -> None:
+    hush = Hush()
+    async with linked(
+        hush, duplex_connections=2, ping_interval_s=0.02, host_idle_ttl_s=0.05
+    ) as link:
+        kept = await link.call("a")
+        other = await link.call("b")
+        await until(lambda: link.ready == 2)
+        third = await link.call("c")
+        assert sorted(link.loads) == [1, 2]
+        for stream in (other, third):
+            stream.cancel()
+        await until(lambda: link.loads == [1])
+        assert await kept.__anext__() == "a"
+        kept.cancel()
+        await until(lambda: link.connections == 0)
+
+
+async def test_a_connection_that_is_lost_takes_only_its_own_calls_with_it() -> None:
+    hush = Hush()
+    async with linked(hush, duplex_connections=2) as link:
+        first = await link.call("a")
+        second = await link.call("b")
+        await until(lambda: link.ready == 2)
+        third = await link.call("c")
+        streams = [first, second, third]
+        assert [await one.__anext__() for one in streams] == ["a", "b", "c"]
+        assert link.loads == [2, 1]
+        lost, _ = link.links[0]._ready
+        lost.abort()
+        for stream in (first, second):
+            with pytest.raises(StreamBroken):
+                await stream.__anext__()
+        fourth = await link.call("d")
+        assert await fourth.__anext__() == "d"
+        await until(lambda: link.ready == 2)
+        for stream in (third, fourth):
+            stream.cancel()
+
+
+async def test_a_draining_worker_refuses_on_all_of_its_connections() -> None:
+    hush = Hush()
+    async with linked(hush, duplex_connections=2, drain_timeout_s=5.0) as link:
+        streams = [await link.call("a"), await link.call("b")]
+        await until(lambda: link.ready == 2)
+        link.worker.shutdown()
+        connections = list(link.links[0]._ready)
+        await until(lambda: all(one.side.going_away for one in connections))
+        for _ in range(3):
+            with pytest.raises(Refused, match="is draining"):
+                await link.call("c")
+        for stream in streams:
+            stream.cancel()
+        await within(link.serving)
+        await until(lambda: link.connections == 0)

@@ -49,6 +49,7 @@ class RuntimeConfig:
     global_connect_limit: int
     host_idle_ttl_s: float
     lanes: tuple[str, ...]
+    duplex_connections: int
     ping_interval_s: float
     ping_timeout_s: float
 
@@ -232,6 +233,18 @@ def _lanes(read: _Reader) -> tuple[str, ...]:
     return () if forced == "callhome" else ("duplex",)
 
 
+def _pings(read: _Reader) -> tuple[float, float]:
+    """After how much silence a peer is asked for a sign of life, and when it is dead."""
+    interval_s = read.seconds("DYN_RUNTIME_PING_INTERVAL_SECS", 20.0, least=0.01)
+    # The question goes out after one and a half intervals at the latest.
+    timeout_s = read.seconds(
+        "DYN_RUNTIME_PING_TIMEOUT_SECS",
+        max(60.0, 3 * interval_s),
+        least=2 * interval_s,
+    )
+    return interval_s, timeout_s
+
+
 def _status_port(read: _Reader) -> int | None:
     """The port of the status server; a negative number is the genuine way to say off."""
     text = read.text("DYN_SYSTEM_PORT", "-1").strip()
@@ -311,6 +324,7 @@ def from_env(
         return _LOOPBACK if local else _routable_address()
 
     running, waiting = _admission(read)
+    ping_interval_s, ping_timeout_s = _pings(read)
     return RuntimeConfig(
         discovery_backend=discovery_backend or "file",
         request_plane=request_plane or chosen_plane(env),
@@ -333,10 +347,11 @@ def from_env(
         global_connect_limit=read.whole("DYN_TCP_GLOBAL_CONNECT_LIMIT", 64, least=1),
         host_idle_ttl_s=read.seconds("DYN_TCP_HOST_IDLE_TTL_SECS", 300.0),
         lanes=_lanes(read),
-        ping_interval_s=read.seconds(
-            "DYN_RUNTIME_PING_INTERVAL_SECS", 20.0, least=0.01
+        duplex_connections=read.whole(
+            "DYN_RUNTIME_DUPLEX_CONNECTIONS", 1, least=1, most=1024
         ),
-        ping_timeout_s=read.seconds("DYN_RUNTIME_PING_TIMEOUT_SECS", 60.0, least=0.02),
+        ping_interval_s=ping_interval_s,
+        ping_timeout_s=ping_timeout_s,
         worker_pool_size=running,
         work_queue_size=waiting,
         codec=read.choice("DYN_REQUEST_PLANE_CODEC", "msgpack", ("msgpack", "json")),

@@ -1,4 +1,4 @@
-"""The client's end of the duplex lane: a connection per worker process, and its calls.
+"""The client's end of the duplex lane: connections per worker process, and their calls.
 
 A connection is opened on first use, re-opened with a back-off, and closed when it is
 idle.  Knows nothing of choosing or retrying; says which calls were never started.
@@ -325,6 +325,10 @@ class _WorkerConnection(DuplexConnection):
         self._close_if_done()
 
     @property
+    def takes_calls(self) -> bool:
+        return self.is_open and self.side.usable
+
+    @property
     def idle(self) -> bool:
         return not self.side.streams and not self.side.waiting
 
@@ -453,7 +457,11 @@ def _head_of(path: str, codec: str, request: CallRequest) -> RequestHead:
 
 
 class _Link:
-    """The way to one worker process: a connection, or how to make one."""
+    """The way to one worker process: its connections, or how to make one.
+
+    Usually one.  With ``DYN_RUNTIME_DUPLEX_CONNECTIONS`` more of them, another is opened
+    when each that is there has a call; that call does not wait for it.
+    """
 
     def __init__(self, lane: DuplexClientLane, address: TcpAddress) -> None:
         self.loop = lane.loop
@@ -462,7 +470,8 @@ class _Link:
         self._lane = lane
         self._host = address.host
         self._port = address.port
-        self._connection: _WorkerConnection | None = None
+        # Those that take calls, and all.
+        self._ready: list[_WorkerConnection] = []
         self._connections: set[_WorkerConnection] = set()
         self._opening: asyncio.Task[_WorkerConnection] | None = None
         self._failures = 0
@@ -483,24 +492,38 @@ class _Link:
             ConnectionFailed: there is none, and none could be made.
             Refused: the worker takes no new calls.
         """
-        connection = self._connection
-        if connection is None or not connection.is_open:
-            connection = await self._opened()
+        connection = self._least_busy() or await self._opened()
         if connection.side.going_away:
             raise _draining(record)
-        if not connection.side.usable:
-            # It has come near the end of its ids: a new one takes over.
-            self._connection = None
-            connection.retire()
-            connection = await self._opened()
         return connection
+
+    def _least_busy(self) -> _WorkerConnection | None:
+        """The best there is; sees to it that there will be enough."""
+        ready = self._ready
+        for connection in ready:
+            if not connection.takes_calls:
+                return self._retired(connection)
+        if not ready:
+            return None
+        least = ready[0] if len(ready) == 1 else min(ready, key=_calls_on)
+        if len(ready) < self.config.duplex_connections and _calls_on(least):
+            self._open_soon()
+        return least
+
+    def _retired(self, connection: _WorkerConnection) -> _WorkerConnection | None:
+        """One that takes no calls gives way to others."""
+        if connection.is_open and connection.side.going_away:
+            # The worker drains, and says so on all of them.
+            return connection
+        self._ready.remove(connection)
+        if connection.is_open:
+            # It has come near the end of its ids.
+            connection.retire()
+        return self._least_busy()
 
     async def _opened(self) -> _WorkerConnection:
         """Open one connection, whatever the number of calls that want it."""
-        if self._opening is None:
-            self._opening = spawn(self.loop, self._open())
-            self._opening.add_done_callback(self._on_opened)
-        opening = self._opening
+        opening = self._open_soon()
         await asyncio.wait((opening,))
         if opening.cancelled():
             raise RuntimeClosed("the runtime was shut down while connecting")
@@ -511,6 +534,12 @@ class _Link:
         if error is not None:
             raise error
         return opening.result()
+
+    def _open_soon(self) -> asyncio.Task[_WorkerConnection]:
+        if self._opening is None:
+            self._opening = spawn(self.loop, self._open())
+            self._opening.add_done_callback(self._on_opened)
+        return self._opening
 
     async def _open(self) -> _WorkerConnection:
         await asyncio.sleep(max(0.0, self._not_before - self.loop.time()))
@@ -552,7 +581,7 @@ class _Link:
         if task.exception() is None:
             self._failures = 0
             self._not_before = 0.0
-            self._connection = task.result()
+            self._ready.append(task.result())
             return
         # The first failure is followed by a try at once: a worker may have come back.
         if self._failures:
@@ -562,8 +591,8 @@ class _Link:
 
     def forget(self, connection: _WorkerConnection) -> None:
         self._connections.discard(connection)
-        if self._connection is connection:
-            self._connection = None
+        if connection in self._ready:
+            self._ready.remove(connection)
 
     @property
     def unused(self) -> bool:
@@ -580,6 +609,10 @@ class _Link:
     def abort(self) -> None:
         for connection in list(self._connections):
             connection.abort()
+
+
+def _calls_on(connection: _WorkerConnection) -> int:
+    return len(connection.side.streams)
 
 
 class DuplexClientLane:
