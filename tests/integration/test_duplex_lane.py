@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,10 +17,22 @@ from relay import Cut, Relay, relay_to
 
 from dynamo.runtime import Client, Context, DistributedRuntime
 from dynamo.runtime._calls.streams import ResponseSender
+from dynamo.runtime._discovery.memory import MemoryStore
+from dynamo.runtime._transports import CallRequest
 from dynamo.runtime._transports.duplex_client import _Link, _WorkerConnection
 from dynamo.runtime._transports.duplex_worker import DuplexWorkerConnection
-from dynamo.runtime._wire.duplex import LAST_ID_TO_OPEN
-from dynamo.runtime._wire.duplex_frames import PREFACE
+from dynamo.runtime._wire.duplex import LAST_ID_TO_OPEN, ClientSide
+from dynamo.runtime._wire.duplex_frames import (
+    CONNECTION_CREDIT,
+    HELLO,
+    PREFACE,
+    REQUEST,
+    Hello,
+    RequestHead,
+    encode_frame,
+    encode_hello,
+    encode_request,
+)
 from dynamo.runtime._wire.records import (
     INSTANCES,
     EndpointName,
@@ -29,6 +42,7 @@ from dynamo.runtime._wire.records import (
 )
 from dynamo.runtime.errors import (
     CallTimeout,
+    CannotListen,
     ConnectionFailed,
     MessageTooLarge,
     Overloaded,
@@ -38,6 +52,8 @@ from dynamo.runtime.errors import (
     WorkerLost,
 )
 
+MIB = 1024 * 1024
+MAX_BYTES = 32 * MIB
 PATH = "t.w.e"
 NAME = EndpointName("t", "w", "e")
 
@@ -348,6 +364,46 @@ async def test_an_unknown_endpoint_is_refused_by_name() -> None:
             await link.call(1)
 
 
+async def test_a_refused_call_goes_to_another_instance_by_itself() -> None:
+    """From a worker that is full, and from one that no longer serves the endpoint."""
+    store = MemoryStore()
+    hush = Hush()
+    full = make_runtime(store, worker_pool_size=1, work_queue_size=0)
+    free = make_runtime(store)
+    caller = make_runtime(store)
+    serving = [
+        full.endpoint(PATH).serve_endpoint(Hush()),
+        free.endpoint(PATH).serve_endpoint(hush),
+    ]
+    client = await caller.endpoint(PATH).client()
+    await until(lambda: len(client.instance_ids()) == 2)
+    full_id = full._core.backend.connection_id
+
+    async def four_calls_arrive() -> None:
+        before = hush.running
+        for _ in range(4):
+            stream = await within(client.round_robin("b", annotated=False))
+            assert await within(stream.__anext__()) == "b"
+            stream.cancel()
+        assert hush.running == before + 4
+
+    running = await within(client.direct("a", full_id, annotated=False))
+    waiting = client.direct("a", full_id)
+    await until(lambda: full._core._served[0].in_flight == 2)
+    await four_calls_arrive()
+    running.cancel()
+    (await within(waiting)).cancel()
+    await until(lambda: not full._core._served[0].in_flight)
+    server = full._core._server
+    assert server is not None
+    ((path, taker),) = server._served.items()
+    assert server.forget(path, taker)
+    await four_calls_arrive()
+    for runtime in (caller, full, free):
+        await shut_down(runtime)
+    await within(asyncio.gather(*serving))
+
+
 async def test_too_large_a_request_is_refused_before_it_is_sent() -> None:
     async with linked(echo, max_message_bytes=100_000) as link:
         assert len((await link.items(bytes(99_000)))[0]) == 99_000
@@ -502,6 +558,37 @@ async def test_nothing_is_left_of_thousands_of_cancelled_calls() -> None:
         stream.cancel()
 
 
+@pytest.mark.slow
+async def test_no_credit_is_lost_with_cancelled_calls(scale: float) -> None:
+    """Each ends in another state: with items under way, parked for credit, silent."""
+
+    async def some(request: Any) -> AsyncIterator[Any]:
+        size, times = {0: (100_000, 20), 1: (0, 0)}.get(request % 20, (1000, 5))
+        for _ in range(times):
+            yield bytes(size)
+        await asyncio.Event().wait()
+
+    async with linked(some) as link:
+        # Ten seconds on a busy machine are 10,000 calls.
+        for _ in range(20 if scale <= 1 else int(100 * scale)):
+            streams = await asyncio.gather(*(link.call(n) for n in range(100)))
+            for stream in streams[::2]:
+                await asyncio.sleep(0)
+                stream.cancel()
+            for stream in streams[1::2]:
+                stream.cancel()
+        await until(lambda: link.in_flight == 0)
+        near, far = link.connection.side, link.at_worker.side
+        # What one side may send is what the other has room for.
+        await until(lambda: (near._credit, far._credit) == (far._room, near._room))
+        assert 2 * min(near._credit, far._credit) > CONNECTION_CREDIT
+        assert not near.streams
+        assert not near.waiting
+        assert not far.streams
+        assert not far.waiting
+        assert link.relay.accepted == 1
+
+
 # ------------------------------------------------------------ connections that are lost
 
 
@@ -587,6 +674,27 @@ async def test_a_silent_peer_is_dead_after_a_while_on_both_sides() -> None:
         link.relay.flow()
 
 
+async def test_a_side_that_stood_still_does_not_blame_the_other() -> None:
+    """Also if nothing arrived meanwhile: the other one had no reason to speak."""
+    hush = Hush()
+    async with linked(hush) as link:
+        lane = link.caller._core.lane.duplex
+        lane.config = dataclasses.replace(
+            lane.config, ping_interval_s=0.05, ping_timeout_s=0.2
+        )
+        stream = await link.call("x")
+        assert await stream.__anext__() == "x"
+        connection = link.connection
+        asked = link.relay.passed["up"]
+        await until(lambda: link.relay.passed["up"] > asked)
+        for _ in range(2):
+            time.sleep(0.4)
+            asked = link.relay.passed["up"]
+            await until(lambda n=asked: link.relay.passed["up"] > n)
+        assert connection.is_open
+        stream.cancel()
+
+
 async def test_an_idle_connection_is_closed_and_the_next_call_opens_another() -> None:
     async with linked(count, ping_interval_s=0.02, host_idle_ttl_s=0.05) as link:
         assert await link.items(1) == [0]
@@ -612,7 +720,12 @@ async def test_a_connection_at_the_end_of_its_ids_gives_way_to_another() -> None
 # ---------------------------------------------------------------------- choosing a lane
 
 
-@pytest.mark.parametrize("answer", [None, b"\x00\x00\x00\x00", b"HTTP/1.1 400 Bad"])
+LATER_HELLO = PREFACE + encode_frame(HELLO, 0, encode_hello(Hello(lowest=2, highest=3)))
+
+
+@pytest.mark.parametrize(
+    "answer", [None, b"\x00\x00\x00\x00", b"HTTP/1.1 400 Bad", LATER_HELLO]
+)
 async def test_a_port_without_the_lane_is_called_the_other_way_and_remembered(
     answer: bytes | None,
 ) -> None:
@@ -793,6 +906,124 @@ async def test_a_request_cut_in_the_middle_was_never_started() -> None:
         assert caught.value.retryable
         link.relay.cut = Cut()
         assert await link.items(3) == [3]
+
+
+async def test_a_runtime_that_shares_its_port_says_no_go_away() -> None:
+    """GOAWAY would be for the whole connection: the other runtime takes calls on it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store = MemoryStore()
+    hush = Hush()
+    workers = [
+        make_runtime(store, rpc_port=port, drain_timeout_s=5.0) for _ in range(2)
+    ]
+    serving = [one.endpoint(PATH).serve_endpoint(hush) for one in workers]
+    caller = make_runtime(store)
+    client = await caller.endpoint(PATH).client()
+    await until(lambda: len(client.instance_ids()) == 2)
+    leaves, stays = (one._core.backend.connection_id for one in workers)
+    record = client._home.instances.get(leaves)
+    assert record is not None
+
+    async def begun(instance_id: int) -> Any:
+        stream = await client.direct("x", instance_id, annotated=False)
+        assert await stream.__anext__() == "x"
+        return stream
+
+    streams = [await begun(leaves), await begun(stays)]
+    (link,) = caller._core.lane.duplex._links.values()
+    (connection,) = link._connections
+    workers[0].shutdown()
+    await until(lambda: client.instance_ids() == [stays])
+    # One who has not heard yet asks the runtime that leaves.
+    events = Told()
+    request = CallRequest(call_id="late", value=None, packed=b"\xc0", metadata={})
+    await caller._core.lane.open(record, request, events)
+    await until(lambda: events.refusal is not None)
+    assert isinstance(events.refusal, Refused)
+    assert "is draining" in str(events.refusal)
+    assert not connection.side.going_away
+    streams.append(await begun(stays))
+    streams.pop(0).cancel()
+    await within(serving[0])
+    streams.append(await begun(stays))
+    assert link._connections == {connection}
+    workers[1].shutdown()
+    await until(lambda: connection.side.going_away)
+    for stream in streams:
+        stream.cancel()
+    await within(serving[1])
+    await shut_down(caller)
+
+
+class Told:
+    """`CallEvents` that remember a refusal."""
+
+    refusal: Exception | None = None
+
+    def on_refused(self, error: Exception, *, inhibits: bool) -> None:
+        self.refusal = error
+
+
+async def test_a_client_that_cannot_be_connected_to_calls_all_the_same() -> None:
+    """As behind a firewall: were anything to call back, its listener would fail."""
+
+    async def double(requests: Any) -> AsyncIterator[Any]:
+        async for value in requests:
+            yield 2 * value
+
+    hush = Hush()
+    store = MemoryStore()
+    worker = make_runtime(store)
+    serving = [
+        worker.endpoint(PATH).serve_endpoint(hush),
+        worker.endpoint("t.w.double").serve_bidirectional_endpoint(double),
+    ]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        caller = make_runtime(store, response_port=taken.getsockname()[1])
+        with pytest.raises(CannotListen):
+            await caller._core.lane.callhome.listener.start()
+        client = await caller.endpoint(PATH).client()
+        await client.wait_for_instances(timeout=5)
+        stream = await client.random("x", annotated=False)
+        assert await stream.__anext__() == "x"
+        stream.cancel()
+        await until(lambda: hush.ended == 1)
+        doubling = await caller.endpoint("t.w.double").client()
+        await doubling.wait_for_instances(timeout=5)
+        answers = await doubling.bidirectional(range(10), annotated=False)
+        assert await read_all(answers) == [2 * n for n in range(10)]
+    await shut_down(caller)
+    await shut_down(worker)
+    await asyncio.gather(*serving)
+
+
+async def test_a_peer_that_reads_nothing_of_what_it_makes_us_say_is_cut_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Refusals need no credit: 32 MiB of them are the most that is kept for anybody."""
+    async with linked(count) as link:
+        server, host, port = await link.worker._core.request_server()
+        sock = await connected_socket(host, port)
+        loop = asyncio.get_running_loop()
+        side = ClientSide(Hello())
+        await loop.sock_sendall(sock, b"".join(side.out))
+        head = encode_request(RequestHead("i", "p" * 4000), b"", MAX_BYTES)
+        kept = 0
+        with pytest.raises(ConnectionError):  # noqa: PT012 - one of many fails
+            for number in range(1, 30_000):
+                frame = encode_frame(REQUEST, number, head)
+                await within(loop.sock_sendall(sock, frame))
+                (connection,) = server._connections
+                transport = connection._transport
+                if transport is not None:
+                    kept = max(kept, transport.get_write_buffer_size())
+        assert "does not read what it is sent" in caplog.text
+        assert 31 * MIB < kept < 33 * MIB
+        sock.close()
+        assert await link.items(2) == [0, 1]
 
 
 # ------------------------------------------------------- more than one per worker process
