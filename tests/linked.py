@@ -65,6 +65,8 @@ class Link:
         backend = self.caller._core.backend
         record = self.record
         await backend.register(INSTANCES, record.key, encode_record(record))
+        # Its watchers are told in the next turn.
+        await asyncio.sleep(0)
 
     async def call(self, request: object = None, **options: Any) -> Any:
         """Call the worker, also while the client avoids it after a fault."""

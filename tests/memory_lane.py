@@ -54,14 +54,26 @@ class Opened:
 
 
 class MemoryLane:
-    """A `ClientLane` whose instances do what a test tells them."""
+    """A `ClientLane` whose instances do what a test tells them.
 
-    def __init__(self) -> None:
+    Args:
+        stands: Whether its connections need not be made first.
+    """
+
+    def __init__(self, *, stands: bool = False) -> None:
+        self.stands = stands
         self.failures: dict[int, Exception] = {}
         self.scripts: dict[int, Callable[[Opened], None]] = {}
         self.opened: list[Opened] = []
         self.connecting = asyncio.Event()
         self.hold: asyncio.Event | None = None
+
+    def open_now(
+        self, record: EndpointRecord, request: CallRequest, events: CallEvents
+    ) -> Opened | None:
+        if not self.stands or self.hold is not None:
+            return None
+        return self._opened(record, events)
 
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
@@ -69,6 +81,9 @@ class MemoryLane:
         self.connecting.set()
         if self.hold is not None:
             await self.hold.wait()
+        return self._opened(record, events)
+
+    def _opened(self, record: EndpointRecord, events: CallEvents) -> Opened:
         failure = self.failures.get(record.instance_id)
         if failure is not None:
             raise failure

@@ -31,8 +31,10 @@ AT_ONCE = 100
 CANCELLED_WITHIN_S = 0.005
 
 WORKER = """
-import gc, json
+import concurrent.futures, gc, json
 
+# One thread that reads: asyncio's own pool may make another one at any line.
+reader = concurrent.futures.ThreadPoolExecutor(1)
 live = 0
 
 async def handle(request):
@@ -60,8 +62,8 @@ async def main():
     runtime = DistributedRuntime(asyncio.get_running_loop(), "file", "tcp")
     serving = runtime.endpoint("ns.comp.gen").serve_endpoint(handle)
     say("serving")
-    # A thread of its own reads, before anything is counted.
-    while await line():
+    loop = asyncio.get_running_loop()
+    while await loop.run_in_executor(reader, sys.stdin.readline):
         say(json.dumps(state()))
     runtime.shutdown()
     await serving

@@ -91,6 +91,8 @@ class Link:
         backend = self.caller._core.backend
         await backend.unregister(INSTANCES, record.key)
         await backend.register(INSTANCES, record.key, encode_record(record))
+        # Its watchers are told in the next turn.
+        await asyncio.sleep(0)
 
     async def call(self, request: Any = None, **options: Any) -> Any:
         options.setdefault("annotated", False)

@@ -56,7 +56,9 @@ class Cluster:
     async def open(self, inhibited_s: float = 5.0) -> None:
         self.instances = await InstanceSet.open(self.backend, NAME)
         config = dataclasses.replace(from_env({}, "mem"), inhibited_s=inhibited_s)
-        self.home = ClientHome(self.loop, self.lane, self.instances, config, self._run)
+        self.home = ClientHome(
+            self.loop, self.lane, self.instances, config, self._run, lambda: None
+        )
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
         return self.loop.create_task(work)

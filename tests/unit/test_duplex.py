@@ -470,6 +470,7 @@ def test_a_stream_that_is_not_read_stands_still_and_holds_up_nobody() -> None:
     assert not pair.worker.waiting
 
 
+@pytest.mark.slow
 def test_no_credit_is_lost_over_100_000_cancelled_calls() -> None:
     pair = Pair()
     for number in range(100_000):

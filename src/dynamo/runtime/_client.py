@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 from dynamo.runtime._calls.context import Context, new_id
 from dynamo.runtime._calls.egress import OutgoingCall, Selection
 from dynamo.runtime._calls.pump import Requests, iterator_of
-from dynamo.runtime._calls.streams import AsyncResponseStream
 from dynamo.runtime._discovery.instances import Instance
 from dynamo.runtime._discovery.model_cards import ModelCards, Wanted
 from dynamo.runtime._routing.policies import (
@@ -44,6 +43,7 @@ from dynamo.runtime.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dynamo.runtime._calls.streams import AsyncResponseStream
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._discovery.instances import InstanceSet
     from dynamo.runtime._transports import ClientLane
@@ -64,6 +64,7 @@ class ClientHome:
         instances: The live view of the endpoint.
         config: How long instances are avoided, how devices are weighed.
         run: Runs a coroutine on the home loop for whatever loop is running.
+        check: Raises if the runtime cannot be used in this process.
 
     Attributes:
         in_flight: Calls per instance id.
@@ -77,6 +78,7 @@ class ClientHome:
         instances: InstanceSet,
         config: RuntimeConfig,
         run: Callable[[Coroutine[Any, Any, Any]], asyncio.Future[Any]],
+        check: Callable[[], None],
     ) -> None:
         self.loop = loop
         self.lane = lane
@@ -85,6 +87,7 @@ class ClientHome:
         self.in_flight: dict[int, int] = {}
         self.config = config
         self.run = run
+        self.check = check
 
 
 class _Avoided:
@@ -645,7 +648,7 @@ class Client(Unconstructible):
             raise TypeError(
                 f"argument 'context': expected a Context, not {type(context).__name__}"
             )
-        asyncio.get_running_loop()
+        running = asyncio.get_running_loop()
         state = None if context is None else context._state
         packed = None if source is not None else encode_value(request, "msgpack")
         sent = CallRequest(
@@ -665,7 +668,10 @@ class Client(Unconstructible):
             annotated=bool(annotated),
             source=source,
         )
-        future = self._home.run(_stream_of(call))
+        if running is self._home.loop:
+            self._home.check()
+            return call.start()
+        future = self._home.run(_started(call))
         if source is not None:
             future.add_done_callback(functools.partial(_let_go, call))
         return future
@@ -718,9 +724,9 @@ def _check_seconds(name: str, value: float | None) -> float | None:
         raise TypeError(f"argument '{name}': {error}") from None
 
 
-async def _stream_of(call: OutgoingCall) -> AsyncResponseStream:
-    await call.start()
-    return AsyncResponseStream._of(call)
+async def _started(call: OutgoingCall) -> AsyncResponseStream:
+    """For callers in other loops."""
+    return await call.start()
 
 
 def _check_id(instance_id: Any) -> int:

@@ -118,7 +118,7 @@ class _Core:
     def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         try:
             running = asyncio.get_running_loop()
-            self._check_alive()
+            self.check_alive()
         except BaseException:
             work.close()
             raise
@@ -138,7 +138,7 @@ class _Core:
             ) from error
         return asyncio.wrap_future(there, loop=running)
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeClosed(
                 "this runtime belongs to the parent process: make a new one after fork"
@@ -185,6 +185,7 @@ class _Core:
                     instances,
                     self.config,
                     self.run,
+                    self.check_alive,
                 )
                 self._homes[name] = home
         return home

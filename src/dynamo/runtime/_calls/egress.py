@@ -10,6 +10,9 @@ States of a call::
         |<--retryable---+--on_refused           +--stop: reads on, then OVER
         |                                       +--cancel: OVER at once
         +-- cancel, stop, removal of the instance: OVER
+
+A call is no task: the events of its lane move it on.  Only a connection that has to be
+made is waited for in one.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ import contextvars
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dynamo.runtime._calls.inbox import Inbox, on_loop, soon_on_loop
 from dynamo.runtime._calls.pump import FarPump, Pump
-from dynamo.runtime._calls.streams import Annotated
+from dynamo.runtime._calls.streams import Annotated, AsyncResponseStream
+from dynamo.runtime._sealed import override
+from dynamo.runtime._transports.connection import spawn
 from dynamo.runtime._wire.faults import exception_of_error, inhibits
 from dynamo.runtime.errors import (
     CallError,
@@ -99,6 +104,21 @@ class Selection:
             self.in_flight[instance_id] = left
 
 
+class _Result(asyncio.Future[AsyncResponseStream]):
+    """The awaited call: whoever cancels it cancels the call."""
+
+    __slots__ = ("call",)
+
+    call: OutgoingCall
+
+    @override
+    def cancel(self, msg: Any | None = None) -> bool:
+        cancelled = super().cancel(msg)
+        if cancelled:
+            self.call.cancel()
+        return cancelled
+
+
 class OutgoingCall:
     """The core of one call: what tables, tasks and futures hold.
 
@@ -127,13 +147,13 @@ class OutgoingCall:
         self._annotated = annotated
         self._pid = os.getpid()
         self._inbox = Inbox(loop, self._on_full)
+        self._result: _Result | None = None
         self._handle: CallHandle | None = None
-        self._sent = False
         self._record: EndpointRecord | None = None
-        self._established: asyncio.Future[None] | None = None
-        self._opening: asyncio.Task[Any] | None = None
-        self._interrupted = False
-        self._forget_removal: Callable[[], None] | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._watching = False
+        self._leaving: asyncio.TimerHandle | None = None
+        self._tried: frozenset[int] = frozenset()
         self._attempts = 0
         self._readers: set[asyncio.Task[Any]] = set()
         self._counted: int | None = None
@@ -154,48 +174,107 @@ class OutgoingCall:
 
     # Making the call.
 
-    async def start(self) -> None:
-        """Find an instance that takes the call; returns when its handler runs.
+    def start(self) -> asyncio.Future[AsyncResponseStream]:
+        """Find an instance that takes the call.
 
-        Raises:
-            CallError: nobody took it.
+        On the home loop, and without a task: with a connection that stands, the request
+        is on its way when this returns.
+
+        Returns:
+            A future of the stream, done when the handler runs; it raises a `CallError`
+            if nobody took the call.  Cancelling it cancels the call.
         """
+        result = self._result = _Result(loop=self._loop)
+        result.call = self
         if self._context is not None:
             self._context.subscribe(self._on_context)
-        try:
-            await self._start()
-        except BaseException:
-            self._cancel()
-            raise
-        if not self._sent:
-            # Stopped before anything was sent: the caller gets an empty stream.
-            self._cancel()
+        self._go_on(None)
+        return result
 
-    async def _start(self) -> None:
-        tried: set[int] = set()
-        failure: CallError | None = None
-        while not self._stopped:
+    def _go_on(self, failure: CallError | None) -> None:
+        """Send the request to an instance that was not tried yet, or give up.
+
+        Args:
+            failure: Why the last one did not take it.
+        """
+        while not self._over:
             try:
-                record = self._selection.choose(frozenset(tried))
-            except NoInstances:
-                if failure is None:
-                    raise
+                record = self._selection.choose(self._tried)
+            except NoInstances as nobody:
                 # Those that are left were tried: the first hand account says more.
-                raise failure from failure.__cause__
-            tried.add(record.instance_id)
-            self._attempts = len(tried)
-            try:
-                await self._attempt(record)
+                self._fail(failure or nobody)
+                return
             except CallError as error:
-                self._note(error, record)
-                if not error.retryable or self._selection.fixed:
-                    raise
-                if self._pump is not None and self._pump.started:
-                    # What it took from the caller cannot be taken again.
-                    raise
-                failure = error
+                self._fail(error)
+                return
+            try:
+                self._send_to(record)
+            except Exception as error:  # noqa: BLE001 - it is forwarded to the caller
+                if not self._may_move(error):
+                    return
+                failure = cast("CallError", error)
             else:
                 return
+
+    def _send_to(self, record: EndpointRecord) -> None:
+        self._record = record
+        self._attempts += 1
+        self._count(record.instance_id)
+        handle = self._lane.open_now(record, self._request, self)
+        if handle is not None:
+            self._on_sent(handle)
+        else:
+            self._opening = spawn(self._loop, self._open(record))
+
+    async def _open(self, record: EndpointRecord) -> None:
+        """Send the request where a connection must be made first."""
+        try:
+            handle = await self._lane.open(record, self._request, self)
+        except asyncio.CancelledError:
+            if self._opening is not None and self._result is not None:
+                # Not by us: the program ends all tasks that it finds.
+                self._result.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 - it is forwarded to the caller
+            self._opening = None
+            self._not_taken(error)
+        else:
+            self._opening = None
+            self._on_sent(handle)
+
+    def _on_sent(self, handle: CallHandle) -> None:
+        assert self._record is not None
+        if self._over:
+            handle.kill()
+            return
+        self._handle = handle
+        self._watching = True
+        self._selection.instances.watch_removal(
+            self._record.instance_id, self._on_removed
+        )
+
+    def _not_taken(self, error: Exception) -> None:
+        """There will be no stream from this instance; perhaps there is from another."""
+        if not self._over and self._may_move(error):
+            self._go_on(cast("CallError", error))
+
+    def _may_move(self, error: Exception) -> bool:
+        """Let go of an instance, and fail the call unless another may be tried."""
+        assert self._record is not None
+        self._watch_no_more()
+        if self._handle is not None:
+            self._handle.kill()
+            self._handle = None
+        self._count(None)
+        if isinstance(error, CallError):
+            self._note(error, self._record)
+            # What was taken from the caller's stream cannot be taken again.
+            started = self._pump is not None and self._pump.started
+            if error.retryable and not started and not self._selection.fixed:
+                self._tried |= {self._record.instance_id}
+                return True
+        self._fail(error)
+        return False
 
     def _note(self, error: CallError, record: EndpointRecord) -> None:
         error.instance_id = record.instance_id
@@ -207,52 +286,23 @@ class OutgoingCall:
             self._selection.overload(record.instance_id, error.retry_after)
         _log.debug("call %s: %s", self._request.call_id, error)
 
-    async def _attempt(self, record: EndpointRecord) -> None:
-        self._record = record
-        self._count(record.instance_id)
-        established = self._established = self._loop.create_future()
-        try:
-            self._handle = await self._open(record)
-            self._sent = self._handle is not None
-            if self._sent:
-                self._forget_removal = self._selection.instances.watch_removal(
-                    record.instance_id, self._on_removed
-                )
-                await established
-        except BaseException:
-            if self._handle is not None:
-                self._handle.kill()
-                self._handle = None
-            self._count(None)
-            raise
-        finally:
-            self._watch_no_more()
-            self._established = None
-            if established.done() and not established.cancelled():
-                established.exception()
+    def _fail(self, error: Exception) -> None:
+        """The awaited call raises, and nothing of it is left."""
+        result, self._result = self._result, None
+        self._cancel()
+        if result is not None and not result.done():
+            if isinstance(error, CallError):
+                # Its frames hold the future that holds it: no cycle is left behind.
+                error.__traceback__ = None
+            result.set_exception(error)
+            # A call whose result nobody looks at is no reason to complain.
+            result.exception()
 
-    async def _open(self, record: EndpointRecord) -> CallHandle | None:
-        """Send the request; None if the call was stopped before it went out."""
-        self._opening = asyncio.current_task()
-        try:
-            return await self._lane.open(record, self._request, self)
-        except asyncio.CancelledError:
-            if not self._interrupted or _others_cancelled(self._opening):
-                raise
-            return None
-        finally:
-            self._opening = None
-
-    def _interrupt(self) -> None:
-        """Do not wait for a connection that nobody needs any more."""
-        if self._opening is not None and not self._interrupted:
-            self._interrupted = True
-            self._opening.cancel()
-
-    def _watch_no_more(self) -> None:
-        forget, self._forget_removal = self._forget_removal, None
-        if forget is not None:
-            forget()
+    def _settle(self) -> None:
+        """The awaited call returns the stream."""
+        result, self._result = self._result, None
+        if result is not None and not result.done():
+            result.set_result(AsyncResponseStream._of(self))
 
     def _count(self, instance_id: int | None) -> None:
         """Count the call for this instance and no other."""
@@ -262,23 +312,32 @@ class OutgoingCall:
         if instance_id is not None:
             self._selection.take(instance_id)
 
-    def _settle(self, error: Exception | None) -> None:
-        """Let the awaited call go on."""
-        established = self._established
-        if established is None or established.done():
-            return
-        if error is None:
-            established.set_result(None)
-        else:
-            established.set_exception(error)
+    def _interrupt(self) -> None:
+        """Do not wait for a connection that nobody needs any more."""
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.cancel()
+
+    # While the instance has the request, and nothing was heard of it.
+
+    def _watch_no_more(self) -> None:
+        if self._watching:
+            assert self._record is not None
+            self._watching = False
+            self._selection.instances.forget_removal(
+                self._record.instance_id, self._on_removed
+            )
+        if self._leaving is not None:
+            self._leaving.cancel()
+            self._leaving = None
 
     def _on_removed(self) -> None:
         """The instance left discovery with our request; it may still take it."""
-        timer = self._loop.call_later(_LEFT_LIMIT_S, self._not_taken)
-        self._forget_removal = timer.cancel
+        if self._watching:
+            self._leaving = self._loop.call_later(_LEFT_LIMIT_S, self._on_left)
 
-    def _not_taken(self) -> None:
-        self._settle(
+    def _on_left(self) -> None:
+        self._not_taken(
             WorkerLost(
                 "Unavailable: Worker disconnected before response stream was "
                 "established",
@@ -317,13 +376,14 @@ class OutgoingCall:
         self._watch_no_more()
 
     def on_started(self) -> None:
+        self._watch_no_more()
         self._streaming = True
-        self._settle(None)
+        self._settle()
 
     def on_refused(self, error: Exception, *, inhibits: bool) -> None:
         if inhibits and self._record is not None:
             self._selection.withdraw(self._record.instance_id)
-        self._settle(error)
+        self._not_taken(error)
 
     def on_item(self, item: AnnotatedItem, size_bytes: int) -> None:
         if self._annotated:
@@ -349,7 +409,7 @@ class OutgoingCall:
                 self._record.instance_id, self._lane.probe
             )
         if not self._streaming:
-            self._settle(
+            self._not_taken(
                 WorkerLost(
                     "Unavailable: Worker disconnected before response stream was "
                     "established"
@@ -367,11 +427,12 @@ class OutgoingCall:
     def _end(self, error: Exception | None) -> None:
         self._over = True
         self._inbox.end(error)
-        self._settle(None)
+        self._settle()
         self._release()
 
     def _release(self) -> None:
         self._count(None)
+        self._watch_no_more()
         # Both hold each other: no cycle is left behind.
         self._handle = None
         if self._pump is not None:
@@ -427,7 +488,7 @@ class OutgoingCall:
         if self._handle is not None:
             self._handle.kill()
         self._inbox.end(None, discard=True)
-        self._settle(None)
+        self._settle()
         self._release()
 
     def dropped(self) -> None:
@@ -461,10 +522,3 @@ class OutgoingCall:
             self._handle.pause()
         else:
             self._handle.resume()
-
-
-def _others_cancelled(task: asyncio.Task[Any] | None) -> bool:
-    """Whether somebody else cancelled a task that we cancelled as well."""
-    # Up to Python 3.10 nobody counts.
-    uncancel: Callable[[], int] | None = getattr(task, "uncancel", None)
-    return uncancel is not None and uncancel() > 0

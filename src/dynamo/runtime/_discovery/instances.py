@@ -202,7 +202,7 @@ class InstanceSet:
         self._usable: tuple[EndpointRecord, ...] | None = ()
         self._unreadable: set[str] = set()
         self._subscribers: dict[object, Callable[[], None]] = {}
-        self._removals: dict[int, dict[object, Callable[[], None]]] = {}
+        self._removals: dict[int, dict[Callable[[], None], None]] = {}
 
     @classmethod
     async def open(cls, backend: DiscoveryBackend, name: EndpointName) -> InstanceSet:
@@ -255,19 +255,23 @@ class InstanceSet:
         self._subscribers[token] = callback
         return lambda: _forget(self._subscribers, token)
 
-    def watch_removal(
-        self, instance_id: int, callback: Callable[[], None]
-    ) -> Callable[[], None]:
-        """Call back once when an instance leaves; returns what ends that.
+    def watch_removal(self, instance_id: int, callback: Callable[[], None]) -> None:
+        """Call back once when an instance leaves, unless told to forget it before.
 
         If the instance is not listed (any more), that is in the next turn of the loop.
         """
-        token = object()
-        if instance_id not in self._by_id:
-            return self._loop.call_soon(callback).cancel
-        waiting = self._removals.setdefault(instance_id, {})
-        waiting[token] = callback
-        return lambda: self._cancel_removal(instance_id, token)
+        if instance_id in self._by_id:
+            self._removals.setdefault(instance_id, {})[callback] = None
+        else:
+            self._loop.call_soon(callback)
+
+    def forget_removal(self, instance_id: int, callback: Callable[[], None]) -> None:
+        """End what `watch_removal` began; nothing happens if it is over."""
+        waiting = self._removals.get(instance_id)
+        if waiting is not None:
+            waiting.pop(callback, None)
+            if not waiting:
+                del self._removals[instance_id]
 
     def suspect(self, instance_id: int, probe: Probe) -> None:
         """Mark an instance whose connection failed, and probe until it is well.
@@ -365,7 +369,7 @@ class InstanceSet:
         self._by_id = by_id
         self._records = tuple(by_id[number] for number in sorted(by_id))
         for instance_id in left:
-            for callback in self._removals.pop(instance_id).values():
+            for callback in self._removals.pop(instance_id):
                 callback()
 
     def _changed(self) -> None:
@@ -385,12 +389,6 @@ class InstanceSet:
         if task is not None and self._suspects.get(instance_id) is task:
             del self._suspects[instance_id]
             self._changed()
-
-    def _cancel_removal(self, instance_id: int, token: object) -> None:
-        waiting = self._removals.get(instance_id, {})
-        _forget(waiting, token)
-        if not waiting:
-            self._removals.pop(instance_id, None)
 
 
 def _weakly(instances: InstanceSet) -> Callable[[list[KeyChange]], None]:

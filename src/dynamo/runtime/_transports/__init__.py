@@ -120,15 +120,27 @@ class CallHandle(Protocol):
 
 
 class ClientLane(Protocol):
-    """One way to call instances."""
+    """One way to call instances.
+
+    The events of a call come only after it was opened.
+    """
+
+    def open_now(
+        self, record: EndpointRecord, request: CallRequest, events: CallEvents
+    ) -> CallHandle | None:
+        """Send a call if that needs no waiting, else return None: use `open`.
+
+        Raises:
+            CallError: it was not sent.
+        """
 
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> CallHandle:
-        """Send a call; returns once the worker has acknowledged it.
+        """Send a call, over a connection that may have to be made first.
 
         Raises:
-            CallError: it was not sent, was refused, or was not acknowledged in time.
+            CallError: it was not sent.
         """
 
     async def probe(self, record: EndpointRecord) -> bool:

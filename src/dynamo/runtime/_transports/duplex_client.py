@@ -282,14 +282,17 @@ class _WorkerConnection(DuplexConnection):
         path: str,
         request: CallRequest,
         events: CallEvents,
-        body: bytes | None,
     ) -> _Call:
         """Send a request.
 
         Raises:
             MessageTooLarge: it is over a limit, of ours or of the worker.
             CallTimeout: its deadline has passed.
+            CallError: the instance cannot read the value.
         """
+        body = request.packed
+        if body is not None:
+            body = encode_for(record, request.value, body, CallError)
         assert self.side.peer is not None
         limit = self._config.max_message_bytes
         payload = encode_request(
@@ -485,15 +488,28 @@ class _Link:
         )
 
     async def connection(self, record: EndpointRecord) -> _WorkerConnection:
-        """A connection that takes a call.
+        """A connection that takes a call, made if there is none.
 
         Raises:
             NoDuplex: the port does not speak the lane.
             ConnectionFailed: there is none, and none could be made.
             Refused: the worker takes no new calls.
         """
-        connection = self._least_busy() or await self._opened()
-        if connection.side.going_away:
+        connection = self.standing(record)
+        if connection is None:
+            connection = await self._opened()
+            if connection.side.going_away:
+                raise _draining(record)
+        return connection
+
+    def standing(self, record: EndpointRecord) -> _WorkerConnection | None:
+        """The connection that takes a call now, or None.
+
+        Raises:
+            Refused: the worker takes no new calls.
+        """
+        connection = self._least_busy()
+        if connection is not None and connection.side.going_away:
             raise _draining(record)
         return connection
 
@@ -625,6 +641,20 @@ class DuplexClientLane:
         self._links: dict[tuple[str, int], _Link] = {}
         self._closed = False
 
+    def open_now(
+        self, record: EndpointRecord, request: CallRequest, events: CallEvents
+    ) -> _Call | None:
+        """Send a call over a connection that stands; None if there is none.
+
+        Raises:
+            CallError: it was not sent.
+        """
+        address, link = self._link(record)
+        connection = link.standing(record)
+        if connection is None:
+            return None
+        return connection.call(record, address.path, request, events)
+
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> _Call:
@@ -634,16 +664,16 @@ class DuplexClientLane:
             NoDuplex: the worker's port does not speak the lane; nothing was sent.
             CallError: it was not sent.
         """
+        address, link = self._link(record)
+        connection = await link.connection(record)
+        return connection.call(record, address.path, request, events)
+
+    def _link(self, record: EndpointRecord) -> tuple[TcpAddress, _Link]:
         if self._closed:
             raise RuntimeClosed("the runtime was shut down")
         address = callable_address(record)
-        body = None
-        if request.packed is not None:
-            body = encode_for(record, request.value, request.packed, CallError)
         key = (address.host, address.port)
-        link = self._links.get(key) or self._new_link(key, address)
-        connection = await link.connection(record)
-        return connection.call(record, address.path, request, events, body)
+        return address, self._links.get(key) or self._new_link(key, address)
 
     def _new_link(self, key: tuple[str, int], address: TcpAddress) -> _Link:
         for old_key, old in list(self._links.items()):

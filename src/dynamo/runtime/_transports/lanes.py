@@ -35,6 +35,13 @@ class Lanes:
         # By address; a record that was written again is another object.
         self._fallen_back: dict[str, EndpointRecord] = {}
 
+    def open_now(
+        self, record: EndpointRecord, request: CallRequest, events: CallEvents
+    ) -> CallHandle | None:
+        if self._uses_duplex(record):
+            return self.duplex.open_now(record, request, events)
+        return None
+
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> CallHandle:
