@@ -85,9 +85,10 @@ def make_runtime(
 ) -> DistributedRuntime:
     """A runtime on the running loop, in a store that can be shared.
 
-    Nothing but the lanes comes from the environment.
+    Nothing but the lanes comes from the environment.  Without, calls between runtimes of
+    the test's process go over sockets.
     """
-    lanes = {"DYN_RUNTIME_LANES": os.environ.get("DYN_RUNTIME_LANES", "all")}
+    lanes = {"DYN_RUNTIME_LANES": os.environ.get("DYN_RUNTIME_LANES", "duplex")}
     brief = {"drain_timeout_s": 0.5, "cancel_grace_s": 0.2, "close_timeout_s": 1.0}
     config = dataclasses.replace(from_env(lanes, "mem", "tcp"), **(brief | settings))
     runtime = DistributedRuntime.__new__(DistributedRuntime)

@@ -20,6 +20,8 @@ _LOOPBACK = "127.0.0.1"
 _NO_DEVICE = ("", "-1", "none", "void")
 _BACKENDS = ("file", "mem", "etcd", "kubernetes")
 _PLANES = ("tcp", "nats")
+# The lane within one process and loop.
+LOCAL = "local"
 # What an error shows of a value: Python reads no number of more than 4,300 digits.
 _SHOWN_CHARACTERS = 60
 
@@ -65,6 +67,11 @@ class RuntimeConfig:
     close_timeout_s: float
 
     status_port: int | None
+
+    @property
+    def advertised_lanes(self) -> tuple[str, ...]:
+        """Those of which other processes should know."""
+        return tuple(lane for lane in self.lanes if lane != LOCAL)
 
 
 class _Reader:
@@ -229,8 +236,8 @@ def _admission(read: _Reader) -> tuple[int, int]:
 
 def _lanes(read: _Reader) -> tuple[str, ...]:
     """The lanes beyond call-home, which is always there."""
-    forced = read.choice("DYN_RUNTIME_LANES", "all", ("all", "callhome"))
-    return () if forced == "callhome" else ("duplex",)
+    lanes = {"all": (LOCAL, "duplex"), "duplex": ("duplex",), "callhome": ()}
+    return lanes[read.choice("DYN_RUNTIME_LANES", "all", tuple(lanes))]
 
 
 def _pings(read: _Reader) -> tuple[float, float]:

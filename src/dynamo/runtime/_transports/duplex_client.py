@@ -66,7 +66,7 @@ _log = logging.getLogger("dynamo.runtime.duplex")
 
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 1.0
-_LOST_TEXT = "Stream ended before generation completed"
+LOST_TEXT = "Stream ended before generation completed"
 
 
 class NoDuplex(CallError):
@@ -215,7 +215,7 @@ class _Call:
         elif kind == REFUSED:
             self._on_refused(payload)
         else:
-            self._events.on_lost(_LOST_TEXT)
+            self._events.on_lost(LOST_TEXT)
 
     def _on_error(self, error: ErrorObject) -> None:
         self._events.on_failed(settled(error))
@@ -233,7 +233,7 @@ class _Call:
         elif refusal.code == TOO_LARGE:
             error = too_large_there(refusal.text)
         else:
-            error = _draining(self._record, refusal.text)
+            error = draining(self._record, refusal.text)
         inhibits = refusal.code not in (OVERLOADED, TOO_LARGE)
         self._events.on_refused(error, inhibits=inhibits)
 
@@ -251,10 +251,11 @@ class _Call:
         if never_left or not self._acknowledged:
             self._events.on_refused(error, inhibits=True)
         else:
-            self._events.on_lost(_LOST_TEXT)
+            self._events.on_lost(LOST_TEXT)
 
 
-def _draining(record: EndpointRecord, text: str = "") -> Refused:
+def draining(record: EndpointRecord, text: str = "") -> Refused:
+    """The worker takes no new calls, or not this one."""
     path = callable_address(record).path
     text = text or f"Server unavailable: endpoint {path} is draining"
     return Refused(f"Unavailable: {text}", instance_id=record.instance_id)
@@ -296,7 +297,7 @@ class _WorkerConnection(DuplexConnection):
         assert self.side.peer is not None
         limit = self._config.max_message_bytes
         payload = encode_request(
-            _head_of(path, record.codec, request), body or b"", limit
+            head_of(path, record.codec, request), body or b"", limit
         )
         limit_there = self.side.peer.max_message_bytes or limit
         if len(payload) > limit_there:
@@ -438,7 +439,12 @@ class _WorkerConnection(DuplexConnection):
                 stream.owner.on_lost(failed, never_left=not left)
 
 
-def _head_of(path: str, codec: str, request: CallRequest) -> RequestHead:
+def head_of(path: str, codec: str, request: CallRequest) -> RequestHead:
+    """What a request says about itself.
+
+    Raises:
+        CallTimeout: its deadline has passed.
+    """
     remaining_ms = None
     if request.deadline is not None:
         remaining_ms = int((request.deadline - time.monotonic()) * 1000)
@@ -499,7 +505,7 @@ class _Link:
         if connection is None:
             connection = await self._opened()
             if connection.side.going_away:
-                raise _draining(record)
+                raise draining(record)
         return connection
 
     def standing(self, record: EndpointRecord) -> _WorkerConnection | None:
@@ -510,7 +516,7 @@ class _Link:
         """
         connection = self._least_busy()
         if connection is not None and connection.side.going_away:
-            raise _draining(record)
+            raise draining(record)
         return connection
 
     def _least_busy(self) -> _WorkerConnection | None:

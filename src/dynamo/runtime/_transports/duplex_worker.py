@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._transports import IncomingRequest
+from dynamo.runtime._transports import IncomingCall, IncomingRequest
 from dynamo.runtime._transports.duplex import DuplexConnection
 from dynamo.runtime._wire.callhome import AckReceived, unknown_endpoint_text
 from dynamo.runtime._wire.duplex import WRITABLE, WorkerSide
@@ -54,13 +54,21 @@ if TYPE_CHECKING:
 
 # What a full worker suggests, as on the other lane.
 _RETRY_AFTER_MS = 1000
-_NO_HEADERS: Mapping[str, str] = {}
+NO_HEADERS: Mapping[str, str] = {}
+
+
+class DirectCall(IncomingCall, Protocol):
+    """A request whose answer needs no connection of its own."""
+
+    replies: Replies | None
+    """Where an answer that is complete and not yet out is known; set by who takes the
+    call."""
 
 
 class CallTaker(Protocol):
     """Who serves a path."""
 
-    def take_call(self, call: DuplexCall) -> str:
+    def take_call(self, call: DirectCall) -> str:
         """Take a call, or return the text with which it is refused."""
 
 
@@ -105,8 +113,6 @@ class DuplexCall:
     ) -> None:
         self.path = head.path
         self.replies: Replies | None = None
-        """Where an answer that is complete and not yet out is known; set by who takes
-        the call."""
         self._connection = connection
         self._stream = stream
         self._head = head
@@ -124,7 +130,7 @@ class DuplexCall:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        return _NO_HEADERS
+        return NO_HEADERS
 
     def decode(self) -> IncomingRequest:
         head = self._head
@@ -136,7 +142,7 @@ class DuplexCall:
             metadata=head.metadata or {},
             codec=head.codec,
             body=None if head.streamed else body,
-            trace=_trace_of(head),
+            trace=trace_of(head),
             ours=True,
             deadline=(
                 None
@@ -301,7 +307,7 @@ class DuplexCall:
                 self.replies.discard(self)
 
 
-def _trace_of(head: RequestHead) -> TraceContext | None:
+def trace_of(head: RequestHead) -> TraceContext | None:
     if head.trace is None:
         return None
     names = (TRACEPARENT, TRACESTATE, X_REQUEST_ID)

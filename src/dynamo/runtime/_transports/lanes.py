@@ -1,7 +1,8 @@
 """The choice of the lane for each call of a runtime.
 
-A worker that advertises the duplex lane is called on it; one whose port turns out not to
-answer there is called on the genuine lane until its record changes.
+An instance on the loop of its caller is called without a socket.  A worker that advertises
+the duplex lane is called on it; one whose port turns out not to answer there is called on
+the genuine lane until its record changes.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from dynamo.runtime._config import LOCAL
 from dynamo.runtime._transports.callhome_client import CallhomeClientLane
 from dynamo.runtime._transports.duplex_client import DuplexClientLane, NoDuplex
+from dynamo.runtime._transports.local import LocalLane, neighbour
 
 if TYPE_CHECKING:
     import asyncio
@@ -31,6 +34,9 @@ class Lanes:
     def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
         self.callhome = CallhomeClientLane(loop, config)
         self.duplex = DuplexClientLane(loop, config)
+        self.local = LocalLane(loop, config)
+        self._loop = loop
+        self._stays_local = LOCAL in config.lanes
         self._speaks_duplex = "duplex" in config.lanes
         # By address; a record that was written again is another object.
         self._fallen_back: dict[str, EndpointRecord] = {}
@@ -38,6 +44,10 @@ class Lanes:
     def open_now(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> CallHandle | None:
+        if self._stays_local:
+            server = neighbour(record, self._loop)
+            if server is not None:
+                return self.local.open_now(server, record, request, events)
         if self._uses_duplex(record):
             return self.duplex.open_now(record, request, events)
         return None
@@ -72,10 +82,12 @@ class Lanes:
         return await self.callhome.probe(record)
 
     async def aclose(self) -> None:
+        self.local.close()
         await self.duplex.aclose()
         await self.callhome.aclose()
 
     def abort(self) -> None:
         """Close at once what `aclose` leaves to end by itself."""
+        self.local.abort()
         self.duplex.abort()
         self.callhome.listener.abort()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import Connection, Limit, let_go, listen
 from dynamo.runtime._transports.duplex_worker import CallTaker, DuplexWorkerConnection
+from dynamo.runtime._transports.local import withdraw
 from dynamo.runtime._wire.callhome import (
     INVALID_PATH_TEXT,
     RequestReader,
@@ -145,6 +146,7 @@ class RequestServer:
         if self._server is not None:
             self._server.close()
             self._server = None
+        withdraw(self)
         for connection in list(self._connections):
             connection.close()
 
