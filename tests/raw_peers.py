@@ -321,7 +321,9 @@ class RawWorker:
     def listen(self) -> None:
         self._listener = listening_socket(self.port)
         self.port = self._listener.getsockname()[1]
-        self._spawn("accept", self._accept(self._listener))
+        loop = asyncio.get_running_loop()
+        # Not `sock_accept`, which loses what it accepted while it is being cancelled.
+        loop.add_reader(self._listener, self._accept, self._listener)
 
     @property
     def record(self) -> EndpointRecord:
@@ -344,13 +346,12 @@ class RawWorker:
     def _spawn(self, key: object, work: Coroutine[Any, Any, None]) -> None:
         self._tasks[key] = asyncio.get_running_loop().create_task(work)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            sock, _ = await loop.sock_accept(listener)
-            peer = Peer(sock, RequestReader(MAX_BYTES))
-            self.connections.append(peer)
-            self._spawn(peer, self._read(peer))
+    def _accept(self, listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        sock.setblocking(False)
+        peer = Peer(sock, RequestReader(MAX_BYTES))
+        self.connections.append(peer)
+        self._spawn(peer, self._read(peer))
 
     async def _read(self, peer: Peer[RequestReceived | RequestTooLarge]) -> None:
         try:
@@ -383,8 +384,9 @@ class RawWorker:
 
     async def stop_listening(self) -> None:
         if self._listener is not None:
-            await self._end("accept")
+            asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
+            self._listener = None
 
     async def _end(self, key: object) -> None:
         task = self._tasks.pop(key, None)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from linked import linked
+from linked import closed, linked
+from relay import until
 
-from dynamo.runtime import errors
+from dynamo.runtime import DistributedRuntime, errors
+from dynamo.runtime._observability.watchdog import LoopWatchdog
 
 pytestmark = pytest.mark.may_block
 
@@ -59,3 +64,95 @@ async def test_a_limit_that_was_missed_by_the_other_side_still_counts() -> None:
         hold_the_loop()
         with pytest.raises(errors.CallError):
             await asyncio.wait_for(call, 3)
+
+
+# ------------------------------------------------------------------------ the watchdog
+
+
+class Told(logging.Handler):
+    """What the watchdog says, as it says it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.warned = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        if record.levelno == logging.WARNING:
+            self.warned.set()
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    handler = Told()
+    log = logging.getLogger("dynamo.runtime.watchdog")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    yield handler
+    log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def file_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], DistributedRuntime]:
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    return lambda: DistributedRuntime(asyncio.get_running_loop(), "file", "tcp")
+
+
+async def test_a_handler_that_blocks_the_loop_is_named_once_with_its_place(
+    told: Told,
+    file_runtime: Callable[[], DistributedRuntime],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def tokenize(request: Any) -> AsyncIterator[Any]:
+        yield told.warned.wait(10)
+        # Long enough for another look or two.
+        told.warned.clear()
+        yield told.warned.wait(0.5)
+
+    monkeypatch.setenv("DYN_RUNTIME_BLOCKED_LOOP_SECS", "0.2")
+    runtime = file_runtime()
+    endpoint = runtime.endpoint("ns.comp.gen")
+    serving = endpoint.serve_endpoint(tokenize)
+    client = await endpoint.client()
+    await client.wait_for_instances(timeout=5)
+    stream = await client.random("", annotated=False)
+    assert [item async for item in stream] == [True, False]
+    await until(lambda: len(told.records) == 2)
+    warning, info = told.records
+    assert "now by handler " in warning.getMessage()
+    assert "tokenize of ns/comp/gen; " in warning.getMessage()
+    assert "told.warned.wait" in warning.getMessage()
+    assert "goes on after" in info.getMessage()
+    await closed(runtime)
+    await serving
+
+
+async def test_code_of_a_client_that_blocks_the_loop_is_named_too(
+    told: Told,
+    file_runtime: Callable[[], DistributedRuntime],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DYN_RUNTIME_BLOCKED_LOOP_SECS", "0.2")
+    runtime = file_runtime()
+    await runtime.endpoint("ns.comp.gen").client()
+    assert told.warned.wait(10)
+    assert "test_code_of_a_client" in told.records[0].getMessage()
+    await closed(runtime)
+
+
+async def test_the_watchdog_can_be_turned_off_and_a_mem_runtime_has_none(
+    file_runtime: Callable[[], DistributedRuntime],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched: list[object] = []
+    monkeypatch.setattr(LoopWatchdog, "__init__", lambda *_: watched.append(1))
+    monkeypatch.setenv("DYN_RUNTIME_BLOCKED_LOOP_SECS", "0")
+    in_memory = DistributedRuntime(asyncio.get_running_loop(), "mem", "tcp")
+    for runtime in (file_runtime(), in_memory):
+        await runtime.endpoint("ns.comp.gen").client()
+        await closed(runtime)
+    assert not watched

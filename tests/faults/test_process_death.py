@@ -135,10 +135,10 @@ async def test_calls_fail_at_once_after_the_only_worker_was_killed(
     await broken_after(await begun(client, instance_id), worker.kill())
     started = time.monotonic()
     for _ in range(10):
-        with pytest.raises(NoInstances) as caught:
+        # It may come back at its address: the last one is asked in any case.
+        with pytest.raises(ConnectionFailed) as caught:
             await client.random({})
         assert caught.value.retryable
-        assert caught.value.facts["listed"] == 1
     with pytest.raises(ConnectionFailed):
         await client.direct({}, instance_id)
     assert time.monotonic() - started < NOTICED_S

@@ -132,6 +132,41 @@ async def test_sigterm_ends_the_child_and_nothing_else(
     await assert_serves(programs, client)
 
 
+async def test_a_handler_may_fork_and_replace_its_child(
+    programs: Programs, client: Client
+) -> None:
+    """Streams of the parent go on: the child shares none of what watches its sockets."""
+    worker = await programs.start(
+        """
+async def handle(request):
+    yield "begun"
+    if request == "fork":
+        pid = os.fork()
+        if pid == 0:
+            os.execv(sys.executable, [sys.executable, "-c", "raise SystemExit(7)"])
+        _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+        yield os.waitstatus_to_exitcode(status)
+    else:
+        await line()
+        yield "finished"
+
+async def main():
+    runtime = DistributedRuntime(asyncio.get_running_loop(), "file", "tcp")
+    await runtime.endpoint("ns.comp.gen").serve_endpoint(handle)
+
+run(main)
+"""
+    )
+    await client.wait_for_instances(timeout=LIMIT_S)
+    steady = await client.random("", annotated=False)
+    assert await steady.__anext__() == "begun"
+    for _ in range(3):
+        stream = await client.random("fork", annotated=False)
+        assert [item async for item in stream] == ["begun", 7]
+    worker.write_line()
+    assert [item async for item in steady] == ["finished"]
+
+
 async def test_a_child_may_run_a_runtime_of_its_own(
     programs: Programs, client: Client
 ) -> None:

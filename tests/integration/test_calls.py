@@ -815,8 +815,10 @@ async def test_with_every_connection_refused_the_error_tells_how_many(
         await client.round_robin(None)
     assert caught.value.attempts == 3
     assert caught.value.instance_id in (1, 2, 3)
-    with pytest.raises(NoInstances, match="3 withdrawn after a fault, 3 not answering"):
+    # Not more than half of them are left out, and whoever is tried is not there.
+    with pytest.raises(ConnectionFailed) as caught:
         await client.round_robin(None)
+    assert caught.value.attempts == 2
     assert loads(client) == {}
 
 
@@ -921,19 +923,21 @@ async def test_in_flight_is_exact_after_every_outcome(cluster: Cluster):
     await until(lambda: loads(client) == {})
 
 
-async def test_a_lost_worker_breaks_its_streams_and_is_withdrawn(cluster: Cluster):
+async def test_a_lost_worker_breaks_its_streams_and_is_left_out(cluster: Cluster):
     silent = Silent()
     worker = await cluster.worker(silent, 7)
+    await cluster.dead(8)
     client = await cluster.client()
-    stream = await client.round_robin(1, annotated=False)
+    stream = await client.direct(1, 7, annotated=False)
     assert await anext(stream) == 1
     client._home.lane.abort()
     with pytest.raises(StreamBroken) as caught:
         await anext(stream)
     assert str(caught.value) == "Unavailable: Stream ended before generation completed"
     assert caught.value.instance_id == worker.instance_id
-    with pytest.raises(NoInstances, match="1 listed"):
-        await client.round_robin(1)
+    assert await client.wait_for_instances() == [8]
+    # It was the connection alone: a new one brings it back.
+    await until(lambda: client._chooser.routable()[0].instance_id == 7)
     await until(lambda: silent.running == 0)
     assert loads(client) == {}
 

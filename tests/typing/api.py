@@ -129,6 +129,9 @@ async def worker(runtime: DistributedRuntime, name: str) -> None:
         health_check_payload={"prompt": "hi"},
     )
     await endpoint.serve_endpoint(handler=push_mode)
+    await endpoint.serve_endpoint(
+        plain, max_concurrent_requests=4, max_queued_requests=8
+    )
     await endpoint.serve_endpoint(typed)
     await endpoint.serve_endpoint(blocking)
     await endpoint.serve_bidirectional_endpoint(streamed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections import Counter
@@ -10,11 +11,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from memory_lane import NAME, MemoryLane, Opened, record
+from memory_lane import NAME, MemoryLane, Opened, record, started
 
+from dynamo.runtime._calls.choosing import ClientHome
 from dynamo.runtime._calls.context import Context
 from dynamo.runtime._calls.streams import AsyncResponseStream
-from dynamo.runtime._client import Client, ClientHome, _Avoided
+from dynamo.runtime._client import Client
 from dynamo.runtime._config import from_env
 from dynamo.runtime._discovery.instances import InstanceSet
 from dynamo.runtime._discovery.memory import MemoryBackend
@@ -22,13 +24,16 @@ from dynamo.runtime._routing.policies import RouterMode
 from dynamo.runtime._wire.records import INSTANCES, encode_record
 from dynamo.runtime.errors import (
     CallError,
+    CallTimeout,
     ConnectionFailed,
+    DiscoveryError,
     EngineShutdown,
     InstanceNotFound,
     NoInstances,
     NoInstancesInTime,
     Overloaded,
     Refused,
+    RemoteError,
     RuntimeClosed,
 )
 
@@ -53,9 +58,11 @@ class Cluster:
         self.clock = Clock()
         self.streams: list[AsyncResponseStream] = []
 
-    async def open(self, inhibited_s: float = 5.0) -> None:
+    async def open(self, **settings: Any) -> None:
         self.instances = await InstanceSet.open(self.backend, NAME)
-        config = dataclasses.replace(from_env({}, "mem"), inhibited_s=inhibited_s)
+        # Nobody who is ejected comes back by itself within a test.
+        slow = {"ejection_first_s": 1000.0, "ejection_max_s": 1000.0, **settings}
+        config = dataclasses.replace(from_env({}, "mem"), **slow)
         self.home = ClientHome(
             self.loop, self.lane, self.instances, config, self._run, lambda: None
         )
@@ -65,8 +72,7 @@ class Cluster:
 
     def client(self, mode: RouterMode = RouterMode.RoundRobin) -> Client:
         made = Client._of(self.home, mode)
-        made._chooser.withdrawn = _Avoided(self.clock)
-        made._chooser.overloaded = _Avoided(self.clock)
+        made._chooser.now = self.clock
         return made
 
     async def join(self, *numbers: int) -> None:
@@ -102,7 +108,7 @@ async def cluster():
     yield made
     for opened in made.lane.opened:
         opened.events.on_ended()
-    made.instances.close()
+    await made.home.aclose()
     await made.backend.aclose()
 
 
@@ -246,50 +252,6 @@ async def test_mode_kv_warns_once_and_chooses_at_random(
 # ------------------------------------------------------------------ avoiding
 
 
-def test_avoided_until_its_time_each_with_its_own():
-    clock = Clock()
-    avoided = _Avoided(clock)
-    one, two = record(1), record(2)
-    avoided.add(one, 5)
-    clock.now_s += 3
-    avoided.add(two, 5)
-    assert one in avoided
-    assert two in avoided
-    clock.now_s += 2
-    assert one not in avoided
-    assert two in avoided
-    assert avoided.next_end_s() == pytest.approx(3)
-
-
-def test_not_listed_any_more_or_for_no_time_is_not_avoided():
-    avoided = _Avoided(Clock())
-    avoided.add(None, 5)
-    avoided.add(record(1), 0)
-    assert record(1) not in avoided
-    assert avoided.next_end_s() is None
-
-
-def test_registered_again_under_the_same_id_is_a_clean_slate():
-    avoided = _Avoided(Clock())
-    avoided.add(record(1), 5)
-    assert record(1) not in avoided
-
-
-def test_instances_that_never_come_back_are_forgotten():
-    clock = Clock()
-    avoided = _Avoided(clock)
-    kept = record(5000)
-    for number in range(1000):
-        avoided.add(record(number), 5)
-    clock.now_s += 4
-    avoided.add(kept, 5)
-    clock.now_s += 4
-    assert avoided.next_end_s() == pytest.approx(1)
-    assert len(avoided._until) == 1
-    clock.now_s += 4
-    assert avoided.next_end_s() is None
-
-
 def ending(opened: Opened) -> None:
     opened.events.on_started()
     opened.fail(EngineShutdown("bye"))
@@ -331,30 +293,159 @@ async def test_no_time_means_no_withdrawal(cluster: Cluster):
 async def test_with_all_withdrawn_the_error_says_who_is_there(cluster: Cluster):
     await cluster.join(1, 2)
     client = cluster.client()
-    cluster.lane.failures[1] = ConnectionFailed("Unavailable: no")
-    cluster.lane.scripts[2] = ending
-    stream = await client.round_robin(None)
-    with pytest.raises(ValueError, match="bye"):
-        await anext(stream)
+    cluster.lane.scripts = {1: ending, 2: ending}
+    for _ in range(2):
+        stream = await client.round_robin(None)
+        with pytest.raises(ValueError, match="bye"):
+            await anext(stream)
     with pytest.raises(NoInstances) as caught:
         await client.round_robin(None)
     error = caught.value
     assert str(error) == (
         "Unavailable: No workers available for endpoint ns/comp/gen (2 listed: 2 "
-        "withdrawn after a fault, 1 not answering)"
+        "withdrawn, 0 ejected, 0 overloaded; 1: Unavailable: bye; 2: Unavailable: bye)"
     )
-    assert error.facts == {"listed": 2, "withdrawn": [1, 2], "suspect": [1]}
+    assert error.facts == {
+        "listed": 2,
+        "withdrawn": {1: "Unavailable: bye", 2: "Unavailable: bye"},
+        "ejected": {},
+        "overloaded": {},
+    }
     assert (error.attempts, error.instance_id, error.retryable) == (0, None, True)
     assert error.phase == "choose"
 
 
-async def test_with_nobody_listed_the_text_is_the_genuine_one(cluster: Cluster):
+async def test_of_many_reasons_the_text_has_a_few(cluster: Cluster):
+    await cluster.join(*range(1, 9))
+    client = cluster.client()
+    for number in range(1, 9):
+        client._chooser.withdraw(number, f"bye {number}")
+    with pytest.raises(NoInstances, match=r"8 withdrawn.*3: bye 3\)$") as caught:
+        await client.round_robin(None)
+    assert len(caught.value.facts["withdrawn"]) == 8  # type: ignore[arg-type]
+
+
+async def test_with_nobody_listed_the_error_names_the_endpoints_there_are(
+    cluster: Cluster,
+):
     with pytest.raises(NoInstances) as caught:
         await cluster.client().random(None)
     assert str(caught.value) == (
-        "Unavailable: No workers available for endpoint ns/comp/gen"
+        "Unavailable: No workers available for endpoint ns/comp/gen (none listed; "
+        "registered endpoints: none)"
     )
     assert caught.value.facts["listed"] == 0
+    assert caught.value.facts["endpoints"] == ()
+    for number in range(12):
+        await cluster.backend.register(INSTANCES, f"a/b/c{number:02}/1", b"any")
+    # Not looked up for each of many calls, but again after a while.
+    with pytest.raises(NoInstances, match="endpoints: none"):
+        await cluster.client().round_robin(None)
+    cluster.home._names_until = 0.0
+    with pytest.raises(NoInstances, match=r"a/b/c00, .*a/b/c09 and 2 more") as caught:
+        await cluster.client().generate(None)
+    assert caught.value.facts["endpoints"] == tuple(
+        f"a/b/c{number:02}" for number in range(12)
+    )
+
+
+async def test_a_store_that_cannot_be_read_does_not_hide_that_nobody_is_there(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    async def broken(bucket: str, prefix: str) -> dict[str, bytes]:
+        raise DiscoveryError("no")
+
+    monkeypatch.setattr(cluster.backend, "snapshot", broken)
+    with pytest.raises(NoInstances, match="registered endpoints: none"):
+        await cluster.client().random(None)
+
+
+# ------------------------------------------------------------------ ejection
+
+
+async def test_an_instance_that_fails_is_left_out_by_all_clients_of_the_runtime(
+    cluster: Cluster,
+):
+    await cluster.join(1, 2)
+    cluster.lane.failures[1] = ConnectionFailed("Unavailable: no")
+    client, other = cluster.client(), cluster.client()
+    assert await cluster.chosen(client.round_robin, 3) == [2, 2, 2]
+    assert await other.wait_for_instances() == [2]
+    assert await cluster.chosen(other.round_robin, 2) == [2, 2]
+    assert client.instance_ids() == [1, 2]
+    with pytest.raises(ConnectionFailed):
+        await client.direct(None, 1)
+
+
+async def test_the_last_instance_is_called_however_often_it_failed(cluster: Cluster):
+    await cluster.join(1)
+    client = cluster.client()
+    cluster.lane.failures[1] = ConnectionFailed("Unavailable: no")
+    for _ in range(10):
+        with pytest.raises(ConnectionFailed):
+            await client.random(None)
+    cluster.lane.failures.clear()
+    assert await cluster.chosen(client.random, 1) == [1]
+
+
+async def test_the_last_that_is_not_withdrawn_is_called_too(cluster: Cluster):
+    await cluster.join(1, 2)
+    client = cluster.client()
+    cluster.lane.failures[1] = ConnectionFailed("Unavailable: no")
+    assert await cluster.chosen(client.round_robin, 1) == [2]
+    client._chooser.withdraw(2, "bye")
+    with pytest.raises(ConnectionFailed):
+        await client.round_robin(None)
+    client._chooser.withdraw(1, "bye")
+    with pytest.raises(NoInstances) as caught:
+        await client.round_robin(None)
+    assert caught.value.facts["ejected"] == {1: "no connection could be made"}
+
+
+async def test_what_handlers_raise_ejects_nobody(cluster: Cluster):
+    await cluster.join(1, 2)
+    client = cluster.client()
+    for _ in range(100):
+        stream = await client.direct(None, 1)
+        cluster.lane.opened[-1].fail(RuntimeError("boom"))
+        with pytest.raises(RemoteError):
+            await anext(stream)
+    assert await client.wait_for_instances() == [1, 2]
+    assert not cluster.home.health.troubled
+
+
+async def test_one_failure_in_a_hundred_keeps_an_instance_in_its_turn(
+    cluster: Cluster,
+):
+    """RT-04: requests that are not acknowledged, among others that are."""
+    await cluster.join(1, 2)
+    client = cluster.client()
+    made = 0
+
+    def now_and_then(opened: Opened) -> None:
+        nonlocal made
+        made += 1
+        if made % 100 == 0:
+            late = CallTimeout("DeadlineExceeded: timed out")
+            opened.events.on_refused(late, inhibits=True)
+        else:
+            started(opened)
+
+    cluster.lane.scripts[1] = now_and_then
+    numbers: Counter[int] = Counter()
+    for _ in range(1000):
+        with contextlib.suppress(CallTimeout):
+            numbers.update(await cluster.chosen(client.round_robin, 1))
+    assert numbers == {1: 495, 2: 500}
+
+
+async def test_switched_off_a_dead_instance_keeps_its_turn(cluster: Cluster):
+    await cluster.open(ejection_failures=0)
+    await cluster.join(1, 2)
+    client = cluster.client()
+    cluster.lane.failures[1] = ConnectionFailed("Unavailable: no")
+    assert await cluster.chosen(client.round_robin, 5) == [2] * 5
+    assert await client.wait_for_instances() == [1, 2]
 
 
 async def test_an_instance_not_listed_cannot_be_named(cluster: Cluster):
@@ -434,8 +525,8 @@ async def test_waiting_has_a_limit(cluster: Cluster, timeout: float):
     with pytest.raises(NoInstancesInTime) as caught:
         await cluster.client().wait_for_instances(timeout=timeout)
     assert str(caught.value) == (
-        "Unavailable: No workers available for endpoint ns/comp/gen: waited "
-        f"{timeout:g} s"
+        "Unavailable: No workers available for endpoint ns/comp/gen (none listed; "
+        f"registered endpoints: none): waited {timeout:g} s"
     )
     assert isinstance(caught.value, TimeoutError)
     assert caught.value.facts["listed"] == 0
@@ -444,8 +535,8 @@ async def test_waiting_has_a_limit(cluster: Cluster, timeout: float):
 async def test_waiting_ends_when_a_withdrawn_instance_is_back(cluster: Cluster):
     await cluster.join(1)
     client = cluster.client()
-    client._chooser.withdrawn = _Avoided(cluster.loop.time)
-    client._chooser.withdrawn.add(cluster.instances.get(1), 0.05)
+    client._chooser.now = cluster.loop.time
+    client._chooser._avoid(client._chooser.withdrawn, 1, 0.05, "bye")
     start = cluster.loop.time()
     assert await client.wait_for_instances(timeout=LIMIT_S) == [1]
     assert 0.04 < cluster.loop.time() - start < 2
@@ -454,7 +545,7 @@ async def test_waiting_ends_when_a_withdrawn_instance_is_back(cluster: Cluster):
 async def test_waiting_does_not_spin_over_instances_that_left(cluster: Cluster):
     await cluster.join(1)
     client = cluster.client()
-    client._chooser.withdrawn.add(cluster.instances.get(1), 5)
+    client._chooser._avoid(client._chooser.withdrawn, 1, 5, "bye")
     await cluster.leave(1)
     cluster.clock.now_s += 6
     looks = 0

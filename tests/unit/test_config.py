@@ -45,12 +45,15 @@ NUMBERS = [
     ("DYN_TCP_WORKER_POOL_SIZE", "worker_pool_size", 10_000, "1", 1),
     ("DYN_TCP_WORK_QUEUE_SIZE", "work_queue_size", 40_000, "7", 7),
     ("DYN_RUNTIME_DUPLEX_CONNECTIONS", "duplex_connections", 1, "4", 4),
+    ("DYN_RUNTIME_EJECTION_FAILURES", "ejection_failures", 3, "0", 0),
 ]
 SECONDS = [
     ("DYN_TCP_REQUEST_TIMEOUT", "request_timeout_s", 5.0, "2", 2.0),
     ("DYN_TCP_CONNECT_TIMEOUT", "connect_timeout_s", 5.0, "0.25", 0.25),
     ("DYN_TCP_HOST_IDLE_TTL_SECS", "host_idle_ttl_s", 300.0, "0", 0.0),
     ("DYN_RUNTIME_INHIBITED_DURATION_SECS", "inhibited_s", 5.0, "0", 0.0),
+    ("DYN_RUNTIME_EJECTION_SECS", "ejection_first_s", 0.1, "2.5", 2.5),
+    ("DYN_RUNTIME_EJECTION_MAX_SECS", "ejection_max_s", 10.0, "60", 60.0),
     (
         "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
         "drain_timeout_s",
@@ -58,6 +61,7 @@ SECONDS = [
         "1e2",
         100.0,
     ),
+    ("DYN_RUNTIME_BLOCKED_LOOP_SECS", "blocked_loop_s", 1.0, "0", 0.0),
     ("DYN_RUNTIME_CANCEL_GRACE_SECS", "cancel_grace_s", 5.0, "0", 0.0),
     ("DYN_RUNTIME_PING_INTERVAL_SECS", "ping_interval_s", 20.0, "0.5", 0.5),
     ("DYN_RUNTIME_PING_TIMEOUT_SECS", "ping_timeout_s", 60.0, "40", 40.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import threading
@@ -16,8 +17,10 @@ from dynamo.runtime._calls import egress
 from dynamo.runtime._calls.context import ContextState
 from dynamo.runtime._calls.egress import OutgoingCall, Selection
 from dynamo.runtime._calls.streams import Annotated, AsyncResponseStream
+from dynamo.runtime._discovery.health import Health
 from dynamo.runtime._discovery.instances import InstanceSet
 from dynamo.runtime._discovery.memory import MemoryBackend, MemoryStore
+from dynamo.runtime._routing.ejection import EjectionPolicy
 from dynamo.runtime._transports import CallRequest
 from dynamo.runtime._wire.payload import AnnotatedItem
 from dynamo.runtime._wire.records import (
@@ -58,6 +61,12 @@ class World:
             one = record(number)
             await self.backend.register(INSTANCES, one.key, encode_record(one))
         self.instances = await InstanceSet.open(self.backend, NAME)
+        policy = EjectionPolicy(first_s=1000.0, max_s=1000.0)
+        self.health = Health(self.loop, self.instances, self.lane.probe, policy)
+
+    @property
+    def usable(self) -> list[int]:
+        return [one.instance_id for one in self.health.usable]
 
     async def remove(self, number: int) -> None:
         await self.backend.unregister(INSTANCES, record(number).key)
@@ -69,6 +78,15 @@ class World:
                 return one
         raise NoInstances("Unavailable: nobody")
 
+    def withdraw(self, instance_id: int, reason: str) -> None:
+        self.withdrawn.append(instance_id)
+
+    def overload(self, instance_id: int, duration_s: float) -> None:
+        self.overloaded.append((instance_id, duration_s))
+
+    async def explained(self, error: NoInstances) -> NoInstances:
+        return error
+
     def call(
         self,
         context: ContextState | None = None,
@@ -79,9 +97,9 @@ class World:
         selection = Selection(
             self.choose,
             self.instances,
+            self.health,
             self.in_flight,
-            self.withdrawn.append,
-            lambda number, seconds: self.overloaded.append((number, seconds)),
+            self,
             fixed=fixed,
         )
         request = CallRequest(call_id="id", value=None, packed=b"\xc0", metadata={})
@@ -102,6 +120,7 @@ async def world(request: pytest.FixtureRequest):
     await made.open()
     yield made
     made.instances.close()
+    await made.health.aclose()
     await made.backend.aclose()
 
 
@@ -172,23 +191,33 @@ async def test_counts_of_two_calls_are_kept_apart(world: World):
 
 
 @pytest.mark.parametrize(
-    ("failure", "withdrawn", "suspect"),
+    ("failure", "withdrawn", "usable"),
     [
-        (ConnectionFailed("Unavailable: no"), [1], True),
-        (Refused("Unavailable: draining"), [], False),
+        (ConnectionFailed("Unavailable: no"), [], [2]),
+        (Refused("Unavailable: draining"), [1], [1, 2]),
     ],
 )
 async def test_a_call_that_was_not_taken_moves_to_another_instance(
-    world: World, failure: CallError, withdrawn: list[int], suspect: bool
+    world: World, failure: CallError, withdrawn: list[int], usable: list[int]
 ):
     world.lane.failures[1] = failure
     stream, opened = await world.stream()
     assert opened.instance_id == stream.instance_id == 2
     assert world.in_flight == {2: 1}
     assert world.withdrawn == withdrawn
-    assert world.instances.is_suspect(1) is suspect
+    assert world.usable == usable
     opened.events.on_ended()
     assert world.in_flight == {}
+
+
+async def test_what_this_process_lacks_is_no_fault_of_the_instance(world: World):
+    failure = ConnectionFailed("Unavailable: no")
+    failure.__cause__ = ConnectionFailed("the same of the connection")
+    failure.__cause__.__cause__ = OSError(errno.EMFILE, "too many open files")
+    world.lane.failures[1] = failure
+    _, opened = await world.stream()
+    assert opened.instance_id == 2
+    assert world.usable == [1, 2]
 
 
 async def test_an_overloaded_worker_is_left_alone_as_long_as_it_asks(world: World):
@@ -272,7 +301,7 @@ async def test_a_failed_handler_is_a_remote_error_after_its_items(world: World):
     error = caught.value
     assert (error.remote_type, error.instance_id) == ("ValueError", 2)
     assert (error.phase, error.retryable, error.attempts) == ("stream", False, 2)
-    assert world.withdrawn == []
+    assert world.withdrawn == [1], "the one that drains, not the one that failed"
     assert await read(stream) == []
 
 
@@ -303,8 +332,8 @@ async def test_a_broken_stream_is_an_error_after_its_items(world: World):
     assert (error.instance_id, error.attempts, error.retryable) == (1, 1, False)
     assert isinstance(error, ValueError)
     assert isinstance(error, ConnectionError)
-    assert world.withdrawn == [1]
-    assert world.instances.is_suspect(1)
+    assert world.withdrawn == []
+    assert world.usable == [2]
     assert world.in_flight == {}
 
 
@@ -314,7 +343,7 @@ async def test_lost_before_it_started_is_an_error_of_the_call(world: World):
         await world.stream()
     assert caught.value.instance_id == 1
     assert (caught.value.phase, caught.value.retryable) == ("start", False)
-    assert world.withdrawn == [1]
+    assert world.usable == [2]
     assert world.in_flight == {}
 
 

@@ -15,10 +15,11 @@ import msgspec
 import pytest
 
 from dynamo.runtime._calls import ingress
+from dynamo.runtime._calls.admission import Admission
 from dynamo.runtime._calls.handlers import Handler
-from dynamo.runtime._calls.ingress import Admission, EndpointIngress
+from dynamo.runtime._calls.ingress import EndpointIngress
 from dynamo.runtime._config import RuntimeConfig, from_env
-from dynamo.runtime._transports import IncomingRequest
+from dynamo.runtime._transports import IncomingRequest, Rejection
 from dynamo.runtime._wire.faults import ErrorObject
 from dynamo.runtime.errors import ConnectionFailed, RemoteProtocolError
 
@@ -157,7 +158,7 @@ class Worker:
         """What the caller gets of one call, up to its end."""
         assert self.endpoint is not None
         call = call or Call()
-        assert self.endpoint.offer(call) == ""
+        assert self.endpoint.offer(call) is None
         await asyncio.wait_for(self.endpoint.idle(), LIMIT_S)
         return call.reply.told
 
@@ -186,59 +187,6 @@ def elapsed_since(start: float) -> float:
 # ------------------------------------------------------------------ admission
 
 
-def test_reservations_end_at_running_plus_waiting_plus_one():
-    admission = Admission(2, 1)
-    assert [admission.reserve() for _ in range(5)] == [True] * 4 + [False]
-    admission.release(ran=False)
-    assert admission.reserve()
-    assert not admission.reserve()
-
-
-async def test_turns_come_in_the_order_of_arrival():
-    admission = Admission(1, 10)
-    order: list[int] = []
-
-    async def work(number: int) -> None:
-        assert admission.reserve()
-        await admission.run()
-        order.append(number)
-        await asyncio.sleep(0)
-        admission.release(ran=True)
-
-    await asyncio.gather(*(work(number) for number in range(5)))
-    assert order == [0, 1, 2, 3, 4]
-    assert (admission._reserved, admission._running) == (0, 0)
-
-
-async def test_a_request_that_leaves_the_queue_leaves_nothing():
-    admission = Admission(1, 3)
-    admission.reserve()
-    await admission.run()
-    steady = asyncio.create_task(admission.run())
-    await asyncio.sleep(0)
-    for _ in range(1000):
-        gone = asyncio.create_task(admission.run())
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.wait((gone,))
-    assert len(admission._waiting) == 1
-    admission.release(ran=True)
-    await asyncio.wait_for(steady, LIMIT_S)
-
-
-async def test_a_turn_that_comes_in_the_moment_of_a_cancellation_is_passed_on():
-    admission = Admission(1, 3)
-    admission.reserve()
-    await admission.run()
-    gone, steady = (asyncio.create_task(admission.run()) for _ in range(2))
-    await asyncio.sleep(0)
-    admission.release(ran=True)
-    gone.cancel()
-    await asyncio.wait_for(steady, LIMIT_S)
-    assert gone.cancelled()
-    assert admission._running == 1
-
-
 async def test_a_full_worker_refuses_and_takes_again_afterwards(worker: Worker):
     go = asyncio.Event()
 
@@ -248,9 +196,9 @@ async def test_a_full_worker_refuses_and_takes_again_afterwards(worker: Worker):
 
     endpoint = worker.serve(handler, admission=Admission(1, 1))
     calls = [Call() for _ in range(4)]
-    texts = [endpoint.offer(call) for call in calls]
-    assert texts[:3] == ["", "", ""]
-    assert texts[3] == "Server overloaded: worker at capacity"
+    rejections = [endpoint.offer(call) for call in calls]
+    assert rejections[:3] == [None] * 3
+    assert rejections[3] == Rejection("Server overloaded: worker at capacity", 1.0)
     assert endpoint.in_flight == 3
     go.set()
     await asyncio.wait_for(endpoint.idle(), LIMIT_S)
@@ -295,8 +243,9 @@ async def test_a_draining_endpoint_finishes_what_it_has(worker: Worker):
     call = Call()
     endpoint.offer(call)
     endpoint.refuse_new()
-    text = endpoint.offer(Call())
-    assert text == f"Server unavailable: endpoint {Call.path} is draining"
+    assert endpoint.offer(Call()) == Rejection(
+        f"Server unavailable: endpoint {Call.path} is draining"
+    )
     go.set()
     await asyncio.wait_for(endpoint.idle(), LIMIT_S)
     assert call.reply.told == ["start", "request", "finish"]
@@ -871,7 +820,7 @@ async def test_a_stop_that_comes_late_from_another_thread_accuses_nobody(
 ):
     """It was on its way while the call was refused."""
     endpoint = worker.serve(lambda request: [request], close_timeout_s=0.01)
-    assert endpoint.offer(Call()) == ""
+    assert endpoint.offer(Call()) is None
     (run,) = endpoint._runs
     await asyncio.wait_for(endpoint.idle(), LIMIT_S)
     caplog.clear()
@@ -943,7 +892,7 @@ async def test_a_thousand_stops_at_all_moments_leave_nothing(worker: Worker):
     endpoint = worker.serve(handler, admission=admission)
     for number in range(1000):
         call = Call()
-        assert endpoint.offer(call) == ""
+        assert endpoint.offer(call) is None
         if number % 10 == 9:
             await asyncio.sleep(0)
         if call.reply.events is not None:

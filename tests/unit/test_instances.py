@@ -6,12 +6,10 @@ import logging
 import operator
 import pickle
 import weakref
-from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
 
-from dynamo.runtime._discovery import instances
 from dynamo.runtime._discovery.instances import Instance, InstanceSet, TransportType
 from dynamo.runtime._discovery.memory import MemoryBackend, MemoryStore
 from dynamo.runtime._wire.records import (
@@ -63,10 +61,6 @@ def ids(view: InstanceSet) -> list[int]:
     return [one.instance_id for one in view.records]
 
 
-async def never_well(_: EndpointRecord) -> bool:
-    return False
-
-
 # ------------------------------------------------------------- applying changes
 
 
@@ -83,7 +77,6 @@ async def test_the_list_is_built_only_when_something_changed(cluster: Cluster) -
     await cluster.put(record(1))
     view = await cluster.open()
     assert view.records is view.records
-    assert view.usable is view.usable
     generation = view.generation
     await cluster.put(record(2))
     assert view.generation == generation + 1
@@ -187,170 +180,56 @@ async def test_a_removal_before_the_watch_is_told_too(cluster: Cluster) -> None:
     assert told == [1]
 
 
-# --------------------------------------------------------------------- suspects
-
-
-@pytest.fixture
-def _fast_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instances, "_PROBE_FIRST_S", 0.001)
-    monkeypatch.setattr(instances, "_PROBE_MAX_S", 0.002)
-
-
-async def changed(view: InstanceSet, until: Callable[[], bool]) -> None:
-    event = asyncio.Event()
-    unsubscribe = view.subscribe(event.set)
-    while not until():
-        event.clear()
-        await asyncio.wait_for(event.wait(), 5)
-    unsubscribe()
-
-
-async def test_a_suspect_is_listed_but_not_usable(cluster: Cluster) -> None:
-    await cluster.put(record(1))
-    await cluster.put(record(2))
-    view = await cluster.open()
-    generation = view.generation
-    view.suspect(1, never_well)
-    view.suspect(1, never_well)
-    view.suspect(7, never_well)
-    assert view.is_suspect(1)
-    assert not view.is_suspect(7)
-    assert ids(view) == [1, 2]
-    assert [one.instance_id for one in view.usable] == [2]
-    assert view.generation == generation + 1
-    view.close()
-
-
-@pytest.mark.usefixtures("_fast_probes")
-async def test_a_successful_probe_clears_the_mark(cluster: Cluster) -> None:
-    await cluster.put(record(1))
-    view = await cluster.open()
-    answers = [False, False, True]
-    probed: list[EndpointRecord] = []
-
-    async def probe(one: EndpointRecord) -> bool:
-        probed.append(one)
-        return answers.pop(0)
-
-    view.suspect(1, probe)
-    await changed(view, lambda: not view.is_suspect(1))
-    assert probed == [record(1)] * 3
-    assert view.usable == (record(1),)
-
-
-@pytest.mark.usefixtures("_fast_probes")
-async def test_a_failing_probe_is_asked_again(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    await cluster.put(record(1))
-    view = await cluster.open()
-    outcomes: list[Exception | None] = [OSError("refused"), ValueError("bug"), None]
-
-    async def probe(_: EndpointRecord) -> bool:
-        outcome = outcomes.pop(0)
-        if outcome is not None:
-            raise outcome
-        return True
-
-    view.suspect(1, probe)
-    with caplog.at_level(logging.WARNING, "dynamo.runtime.discovery"):
-        await changed(view, lambda: not view.is_suspect(1))
-    assert len(caplog.records) == 1, "a refused connection is what probes are for"
-
-
-@pytest.mark.usefixtures("_fast_probes")
-async def test_a_hanging_probe_is_ended(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(instances, "_PROBE_LIMIT_S", 0.01)
-    await cluster.put(record(1))
-    view = await cluster.open()
-    hangs: list[Awaitable[object]] = [asyncio.get_running_loop().create_future()]
-
-    async def probe(_: EndpointRecord) -> bool:
-        if hangs:
-            await hangs.pop()
-        return True
-
-    view.suspect(1, probe)
-    await changed(view, lambda: not view.is_suspect(1))
-    assert not hangs
-
-
-@pytest.mark.parametrize("change", ["same value again", "another address", "deleted"])
-async def test_a_change_of_discovery_clears_the_mark(
-    cluster: Cluster, change: str
-) -> None:
-    await cluster.put(record(1))
-    view = await cluster.open()
-    view.suspect(1, never_well)
-    told: list[bool] = []
-    view.subscribe(lambda: told.append(view.is_suspect(1)))
-    if change == "deleted":
-        await cluster.delete(record(1).key)
-    else:
-        address = "127.0.0.1:2/x" if change == "another address" else "127.0.0.1:1/x"
-        await cluster.put(record(1, address))
-    assert not view.is_suspect(1)
-    assert told == [False]
-
-
 # -------------------------------------------------------------------------- end
 
 
 async def test_close_ends_everything_and_tells_subscribers(cluster: Cluster) -> None:
     await cluster.put(record(1))
     view = await cluster.open()
-    view.suspect(1, never_well)
     told: list[bool] = []
     view.subscribe(lambda: told.append(view.closed))
     view.close()
     view.close()
     assert told == [True]
-    assert not view.is_suspect(1)
-    view.suspect(1, never_well)
-    assert not view.is_suspect(1)
     await cluster.put(record(2))
     assert ids(view) == [1]
 
 
-async def test_dropping_the_last_reference_ends_watch_and_probes(
-    cluster: Cluster,
-) -> None:
+async def test_dropping_the_last_reference_ends_the_watch(cluster: Cluster) -> None:
     await cluster.put(record(1))
     view = await cluster.open()
-    view.suspect(1, never_well)
-    (task,) = view._suspects.values()
-    await asyncio.sleep(0)
     (watch,) = cluster.backend._watches
     gone = weakref.ref(view)
     del view
     assert gone() is None, "only weak references may be left"
     assert watch.closed
-    await asyncio.wait_for(asyncio.wait([task]), 5)
-    assert task.cancelled()
 
 
 async def test_the_last_reference_may_go_in_another_thread(cluster: Cluster) -> None:
     await cluster.put(record(1))
     held = [await cluster.open()]
-    held[0].suspect(1, never_well)
-    (task,) = held[0]._suspects.values()
     await asyncio.to_thread(held.clear)
-    await asyncio.wait_for(asyncio.wait([task]), 5)
     assert cluster.backend._watches[0].closed
 
 
 def test_the_last_reference_may_go_after_the_loop_closed(cluster: Cluster) -> None:
     async def make() -> InstanceSet:
         await cluster.put(record(1))
-        view = await cluster.open()
-        view.suspect(1, never_well)
-        return view
+        return await cluster.open()
 
     view = asyncio.run(make())
     del view
     assert cluster.backend._watches[0].closed
+
+
+async def test_the_names_of_all_endpoints_can_be_asked_for(cluster: Cluster) -> None:
+    await cluster.put(record(1))
+    await cluster.put(record(2))
+    view = await cluster.open()
+    await cluster.backend.register(INSTANCES, "a/b/c/7", b"whatever")
+    await cluster.backend.register(INSTANCES, "no-endpoint", b"whatever")
+    assert await view.registered_names() == ["a/b/c", str(view.name)]
+    view.close()
 
 
 async def test_an_id_added_and_removed_a_thousand_times(cluster: Cluster) -> None:
@@ -414,23 +293,3 @@ def test_public_views_cannot_be_made_copied_or_changed(one: object) -> None:
 def test_instances_are_not_hashable() -> None:
     with pytest.raises(TypeError, match="unhashable"):
         hash(shown())
-
-
-async def test_closing_waits_for_the_probes(cluster: Cluster):
-    await cluster.put(record(1))
-    view = await cluster.open()
-    asked, ended = asyncio.Event(), asyncio.Event()
-
-    async def probe(one: EndpointRecord) -> bool:
-        asked.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0)
-            ended.set()
-        return True
-
-    view.suspect(1, probe)
-    await asyncio.wait_for(asked.wait(), 5)
-    await view.aclose()
-    assert ended.is_set()

@@ -61,10 +61,14 @@ class RuntimeConfig:
     device_type: str
 
     inhibited_s: float
+    ejection_failures: int
+    ejection_first_s: float
+    ejection_max_s: float
     device_ratio: int
     drain_timeout_s: float
     cancel_grace_s: float
     close_timeout_s: float
+    blocked_loop_s: float
 
     status_port: int | None
 
@@ -364,11 +368,15 @@ def from_env(
         codec=read.choice("DYN_REQUEST_PLANE_CODEC", "msgpack", ("msgpack", "json")),
         device_type=_device_type(env),
         inhibited_s=read.seconds("DYN_RUNTIME_INHIBITED_DURATION_SECS", 5.0),
+        ejection_failures=read.whole("DYN_RUNTIME_EJECTION_FAILURES", 3),
+        ejection_first_s=read.seconds("DYN_RUNTIME_EJECTION_SECS", 0.1, least=0.001),
+        ejection_max_s=read.seconds("DYN_RUNTIME_EJECTION_MAX_SECS", 10.0, least=0.001),
         device_ratio=read.whole("DYN_ENCODER_CUDA_TO_CPU_RATIO", 8, least=1),
         drain_timeout_s=read.seconds(
             "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 25.0
         ),
         cancel_grace_s=read.seconds("DYN_RUNTIME_CANCEL_GRACE_SECS", 5.0),
         close_timeout_s=5.0,
+        blocked_loop_s=read.seconds("DYN_RUNTIME_BLOCKED_LOOP_SECS", 1.0),
         status_port=_status_port(read),
     )

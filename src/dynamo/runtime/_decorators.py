@@ -30,10 +30,11 @@ _Item = TypeVar("_Item")
 # How long the worker's own coroutine may take to return once everything has drained.
 _RETURN_TIMEOUT_S = 1.0
 # How long after it the loop, and threads, may keep the process; less in a hurry.
-_END_TIMEOUT_S = 3.0
+_END_TIMEOUT_S = 1.5
 _HURRIED_END_TIMEOUT_S = 0.5
-# What a drain may take beyond its budget, generously.
-_DRAIN_OVERHEAD_S = 6.0
+# What a drain and the return may take beyond the budget.  All of these together end a
+# worker with the default budget of 25 s before Kubernetes does, which gives it 30.
+_DRAIN_OVERHEAD_S = 3.25
 
 
 def dynamo_worker(
@@ -45,9 +46,11 @@ def dynamo_worker(
     ``DYN_REQUEST_PLANE``, or, with nothing set, files of this user on this machine and
     the loopback interface.
 
-    On SIGTERM and SIGINT the worker leaves discovery, refuses new requests, lets those
-    in flight end (at most ``DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS``), and returns
-    normally; a second signal skips the waiting.  This holds in the main thread and for
+    On SIGTERM and SIGINT the worker leaves discovery, serves those who have not heard of
+    it, refuses later requests, lets those in flight end, and returns normally.  All
+    waiting together takes at most ``DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS`` (25 s);
+    what still runs then is stopped, and a second signal skips the waiting.  Requests of
+    endpoints served with ``graceful_shutdown=False`` are not waited for.  This holds in the main thread and for
     signals that the program does not handle itself.  Handlers and threads that do not
     end are named in the log and left behind; the exit code is 0 all the same.  Child
     processes belong to the program: they are neither signalled nor waited for.
@@ -158,7 +161,7 @@ class _Worker:
             self._cancel_main()
             return
         _log.info("%s: draining", signum.name)
-        self._core.shutdown()
+        self._core.shutdown(ending=True)
         self._drain = self._loop.create_task(self._drain_then_cancel())
 
     async def _drain_then_cancel(self) -> None:

@@ -13,11 +13,12 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, final
 
+from dynamo.runtime._calls.admission import EndpointAdmission
 from dynamo.runtime._calls.first_token import FirstTokenSource
 from dynamo.runtime._calls.handlers import Handler
 from dynamo.runtime._calls.ingress import EndpointIngress
 from dynamo.runtime._calls.worker_type import WorkerType
-from dynamo.runtime._client import Client, ClientHome
+from dynamo.runtime._client import Client
 from dynamo.runtime._observability.metrics import RuntimeMetrics
 from dynamo.runtime._routing.policies import RouterMode
 from dynamo.runtime._sealed import Unconstructible
@@ -34,9 +35,12 @@ from dynamo.runtime._wire.records import (
 from dynamo.runtime.errors import DiscoveryError, RuntimeClosed
 
 if TYPE_CHECKING:
-    from dynamo.runtime._calls.ingress import Admission
+    from dynamo.runtime._calls.admission import Admission, Admits
+    from dynamo.runtime._calls.choosing import ClientHome
+    from dynamo.runtime._calls.context import Drain
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._discovery import DiscoveryBackend
+    from dynamo.runtime._transports import Rejection
     from dynamo.runtime._transports.callhome_worker import Replies
     from dynamo.runtime._transports.duplex_worker import DirectCall
     from dynamo.runtime._transports.tcp_server import RequestServer
@@ -60,6 +64,8 @@ class EndpointHome(Protocol):
     def backend(self) -> DiscoveryBackend: ...
     @property
     def replies(self) -> Replies: ...
+    @property
+    def drain(self) -> Drain: ...
     @property
     def closing(self) -> bool: ...
 
@@ -91,19 +97,26 @@ class ServedEndpoint:
         name: EndpointName,
         handler: Handler,
         base: contextvars.Context,
+        limits: tuple[int, int] | None,
         *,
         streamed: bool,
+        graceful: bool,
     ) -> None:
         self.name = name
+        self.graceful = graceful
         self._home = home
         self._path = endpoint_wire_path(name, home.backend.connection_id)
+        admission: Admits = home.admission
+        if limits is not None:
+            admission = EndpointAdmission(*limits, home.admission)
         self._ingress = EndpointIngress(
             home.loop,
             self._path,
             handler,
             home.config,
-            home.admission,
+            admission,
             base,
+            home.drain,
             streamed=streamed,
         )
         self._server: RequestServer | None = None
@@ -140,11 +153,11 @@ class ServedEndpoint:
 
     # `Taker`: what came over the port.
 
-    def take_call(self, call: DirectCall) -> str:
+    def take_call(self, call: DirectCall) -> Rejection | None:
         call.replies = self._home.replies
         return self._ingress.offer(call)
 
-    def take_request(self, request: RequestReceived) -> str:
+    def take_request(self, request: RequestReceived) -> Rejection | None:
         call = CallhomeCall(
             self._home.loop,
             request,
@@ -175,6 +188,10 @@ class ServedEndpoint:
 
     async def idle(self) -> None:
         await self._ingress.idle()
+
+    def drives(self, task: asyncio.Task[Any]) -> bool:
+        """Whether that task runs the handler; in any thread."""
+        return self._ingress.drives(task)
 
     def stop_all(self, *, killed: bool) -> None:
         self._ingress.stop_all(killed=killed)
@@ -255,6 +272,8 @@ class Endpoint(Unconstructible):
         health_check_payload: dict[str, Any] | None = None,
         *,
         handler: Any = _MISSING,
+        max_concurrent_requests: int | None = None,
+        max_queued_requests: int | None = None,
     ) -> asyncio.Future[tuple[()]]:
         """Serve requests with a handler until the runtime is shut down.
 
@@ -266,20 +285,28 @@ class Endpoint(Unconstructible):
                 iterator.  Called with the request, and with ``context=`` if it has a
                 parameter of that name.  A plain generator function may block: each of
                 its calls runs in a thread of its own.
-            graceful_shutdown: Accepted and without effect, as in the genuine runtime: a
-                shutdown waits for requests in flight either way.
+            graceful_shutdown: Whether a worker that is told to end by a signal waits
+                for requests in flight; False stops them at once, so that their callers
+                can go on elsewhere.  ``runtime.shutdown()`` waits for them either way,
+                as in the genuine runtime.  None is True.
             metrics_labels: Pairs of text to label the endpoint's metrics; for the
                 status server, which this version has not.
             health_check_payload: A request with which to probe the handler; for the
                 status server, too.
             handler: The same as ``generator``, under its documented name.
+            max_concurrent_requests: How many requests of this endpoint run at once; None
+                for as many as the worker takes (``DYN_TCP_WORKER_POOL_SIZE``), which
+                is a limit in any case.
+            max_queued_requests: How many more wait for their turn; None for as many as
+                may run.  Further ones are refused and go to other instances; callers
+                leave this one alone for as long as the refusal says.
 
         Returns:
             A future that resolves to ``()`` after the shutdown.
 
         Raises:
             TypeError: an argument of the wrong type.
-            ValueError: a label that is no pair.
+            ValueError: a label that is no pair, a limit that is too small.
             RuntimeError: no loop is running.
             CannotListen: the worker's port cannot be opened (from the future).
             DiscoveryError: the record cannot be published (from the future).
@@ -289,6 +316,7 @@ class Endpoint(Unconstructible):
             _one_of(generator, handler),
             graceful_shutdown,
             metrics_labels,
+            _limits(max_concurrent_requests, max_queued_requests),
             streamed=False,
         )
 
@@ -299,6 +327,8 @@ class Endpoint(Unconstructible):
         metrics_labels: Sequence[tuple[str, str]] | None = None,
         *,
         handler: Any = _MISSING,
+        max_concurrent_requests: int | None = None,
+        max_queued_requests: int | None = None,
     ) -> asyncio.Future[tuple[()]]:
         """Serve calls that send a stream of requests.
 
@@ -307,17 +337,23 @@ class Endpoint(Unconstructible):
 
         Args:
             generator: An async generator function of the stream of requests.
-            graceful_shutdown: Accepted and without effect, as for `serve_endpoint`.
+            graceful_shutdown: As for `serve_endpoint`.
             metrics_labels: Pairs of text to label the endpoint's metrics; for the
                 status server, which this version has not.
             handler: The same as ``generator``, under its documented name.
+            max_concurrent_requests: How many requests of this endpoint run at once; None
+                for as many as the worker takes (``DYN_TCP_WORKER_POOL_SIZE``), which
+                is a limit in any case.
+            max_queued_requests: How many more wait for their turn; None for as many as
+                may run.  Further ones are refused and go to other instances; callers
+                leave this one alone for as long as the refusal says.
 
         Returns:
             A future that resolves to ``()`` after the shutdown.
 
         Raises:
             TypeError: an argument of the wrong type.
-            ValueError: a label that is no pair.
+            ValueError: a label that is no pair, a limit that is too small.
             RuntimeError: no loop is running.
             CannotListen: the worker's port cannot be opened (from the future).
             DiscoveryError: the record cannot be published (from the future).
@@ -326,6 +362,7 @@ class Endpoint(Unconstructible):
             _one_of(generator, handler),
             graceful_shutdown,
             metrics_labels,
+            _limits(max_concurrent_requests, max_queued_requests),
             streamed=True,
         )
 
@@ -334,6 +371,7 @@ class Endpoint(Unconstructible):
         function: Any,
         graceful_shutdown: bool | None,
         metrics_labels: Sequence[tuple[str, str]] | None,
+        limits: tuple[int, int] | None,
         *,
         streamed: bool,
     ) -> asyncio.Future[tuple[()]]:
@@ -354,7 +392,9 @@ class Endpoint(Unconstructible):
             self._name,
             wrapped,
             contextvars.copy_context(),
+            limits,
             streamed=streamed,
+            graceful=graceful_shutdown is not False,
         )
         return self._home.run(life.serve())
 
@@ -459,6 +499,31 @@ def _one_of(generator: Any, handler: Any) -> Any:
             "known as generator= or handler="
         )
     return handler if generator is _MISSING else generator
+
+
+def _limits(running: int | None, waiting: int | None) -> tuple[int, int] | None:
+    """How many requests of an endpoint may run and wait, if it has limits of its own."""
+    if running is None:
+        if waiting is not None:
+            raise ValueError(
+                "argument 'max_queued_requests' limits nothing without "
+                "'max_concurrent_requests'"
+            )
+        return None
+    running = _check_limit("max_concurrent_requests", running, 1)
+    if waiting is None:
+        return running, running
+    return running, _check_limit("max_queued_requests", waiting, 0)
+
+
+def _check_limit(name: str, value: object, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(
+            f"argument '{name}': expected an int or None, not {type(value).__name__}"
+        )
+    if value < least:
+        raise ValueError(f"argument '{name}': {value} is less than {least}")
+    return value
 
 
 def _check_bool(name: str, value: object) -> None:

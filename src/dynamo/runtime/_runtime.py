@@ -18,9 +18,10 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 from dynamo.runtime import _signals
+from dynamo.runtime._calls.admission import Admission
+from dynamo.runtime._calls.choosing import ClientHome
+from dynamo.runtime._calls.context import Drain
 from dynamo.runtime._calls.inbox import on_loop
-from dynamo.runtime._calls.ingress import Admission
-from dynamo.runtime._client import ClientHome
 from dynamo.runtime._config import (
     LOCAL,
     RuntimeConfig,
@@ -33,6 +34,7 @@ from dynamo.runtime._config import (
 from dynamo.runtime._discovery.instances import InstanceSet
 from dynamo.runtime._endpoint import Endpoint, ServedEndpoint
 from dynamo.runtime._observability.metrics import MetricsCallbacks
+from dynamo.runtime._observability.watchdog import LoopWatchdog
 from dynamo.runtime._sealed import Sealed
 from dynamo.runtime._transports.callhome_worker import Replies
 from dynamo.runtime._transports.connection import spawn
@@ -44,6 +46,7 @@ from dynamo.runtime.errors import RuntimeClosed
 
 if TYPE_CHECKING:
     from dynamo.runtime._discovery import DiscoveryBackend
+    from dynamo.runtime._discovery.liveness import Liveness
 
 _log = logging.getLogger("dynamo.runtime")
 
@@ -57,21 +60,27 @@ _STRAGGLERS_S = 0.1
 _STRAGGLERS_TIMEOUT_S = 1.0
 _TURNS_TO_CLOSE = 3
 # After a drain in vain: to end when stopped, then when killed.  With the default budget
-# of 25 s all is over before Kubernetes' 30.
-_STOPPED_TIMEOUT_S = 2.5
-_KILLED_TIMEOUT_S = 1.0
+# of 25 s, and what `dynamo_worker` adds, all is over before Kubernetes' 30.
+_STOPPED_TIMEOUT_S = 1.5
+_KILLED_TIMEOUT_S = 0.5
+_BACKEND_TIMEOUT_S = 2.0
 
 
-def _new_backend(config: RuntimeConfig) -> DiscoveryBackend:
-    """The discovery backend; imported only when it is used."""
+def _new_backend(config: RuntimeConfig) -> tuple[DiscoveryBackend, Liveness | None]:
+    """The discovery backend and its thread, if any; imported only when it is used."""
     if config.discovery_backend == "file":
         from dynamo.runtime._discovery.file import FileBackend
+        from dynamo.runtime._discovery.liveness import Liveness
 
-        return FileBackend(config.file_root, private=config.embedded)
+        liveness = Liveness()
+        backend = FileBackend(
+            config.file_root, liveness=liveness, private=config.embedded
+        )
+        return backend, liveness
     if config.discovery_backend == "mem":
         from dynamo.runtime._discovery.memory import MemoryBackend
 
-        return MemoryBackend()
+        return MemoryBackend(), None
     raise ValueError(
         f"discovery backend {config.discovery_backend!r} is not part of this version: "
         "use 'file' (workers of one machine) or 'mem' (one process); "
@@ -86,10 +95,11 @@ class _Core:
         self, loop: asyncio.AbstractEventLoop | None, config: RuntimeConfig
     ) -> None:
         self.config = config
-        self.backend = _new_backend(config)
+        self.backend, self._liveness = _new_backend(config)
         self.admission = Admission(config.worker_pool_size, config.work_queue_size)
         self.metrics = MetricsCallbacks()
         self.replies = Replies()
+        self.drain = Drain()
         self.closing = False
         self._home = loop
         self._pid = os.getpid()
@@ -104,8 +114,9 @@ class _Core:
         self._served: list[ServedEndpoint] = []
         self._unhook: Callable[[], None] | None = None
         self._closing_task: asyncio.Task[None] | None = None
-        self._hurry: asyncio.Event = asyncio.Event()
-        self._closed_waiters: list[asyncio.Future[None]] = []
+        self._hurry = asyncio.Event()
+        self._ending = asyncio.Event()
+        self._left_at = 0.0
         self._sentinel: AsyncGenerator[None, None] | None = None
 
     # Loops
@@ -245,8 +256,13 @@ class _Core:
 
     # Shutting down
 
-    def shutdown(self, *, hurry: bool = False) -> None:
-        """Begin to shut down; ``hurry`` skips every wait, also of a shutdown under way."""
+    def shutdown(self, *, hurry: bool = False, ending: bool = False) -> None:
+        """Begin to shut down.
+
+        Args:
+            hurry: Skip every wait, also of a shutdown under way.
+            ending: The process is about to end: stop what is not to be waited for.
+        """
         home = self._home
         if home is None or home.is_closed():
             self.closing = True
@@ -257,19 +273,18 @@ class _Core:
         except RuntimeError:
             here = False
         if here:
-            self._begin_shutdown(hurry)
+            self._begin_shutdown(hurry, ending)
         else:
-            home.call_soon_threadsafe(self._begin_shutdown, hurry)
+            home.call_soon_threadsafe(self._begin_shutdown, hurry, ending)
 
-    def _begin_shutdown(self, hurry: bool) -> None:
+    def _begin_shutdown(self, hurry: bool, ending: bool) -> None:
         if hurry:
             self._hurry.set()
+        if ending:
+            self._ending.set()
         if self._closing_task is None:
             self.closing = True
-            for life in self._served:
-                life.refuse_new()
-            if self._server is not None and not SharedServers.is_shared(self._server):
-                self._server.go_away()
+            self.drain.begun = True
             self._closing_task = spawn(self.loop, self._shut_down())
 
     async def closed(self) -> None:
@@ -278,11 +293,15 @@ class _Core:
             await asyncio.wait((self._closing_task,))
 
     async def _shut_down(self) -> None:
+        # One budget for all that is waited for.
+        deadline = self.loop.time() + self.config.drain_timeout_s
         try:
             await self._leave_discovery()
-            left_at = self.loop.time()
-            await self._drain()
-            await self._refuse_stragglers(left_at)
+            self._left_at = self.loop.time()
+            await self._serve_stragglers(deadline)
+            self._refuse_new()
+            await self._drain(deadline)
+            await self._refuse_stragglers(deadline)
         finally:
             for life in list(self._served):
                 life.release()
@@ -291,37 +310,78 @@ class _Core:
     async def _leave_discovery(self) -> None:
         """Before anything else: nobody new should find us."""
         left = asyncio.Event()
-        waiting = spawn(self.loop, left.wait())
         self.leave_soon(lambda: on_loop(self.loop, left.set))
-        await asyncio.wait((waiting,), timeout=_LEAVE_TIMEOUT_S + 1)
-        waiting.cancel()
+        await self._unless((self._hurry,), left.wait(), _LEAVE_TIMEOUT_S + 1)
 
-    async def _drain(self) -> None:
+    async def _serve_stragglers(self, deadline: float) -> None:
+        """Callers who have not heard yet that we left are served like any other.
+
+        Genuine clients do not send a refused call elsewhere.
+        """
+        await self._no_stragglers(deadline - self.loop.time())
+
+    async def _no_stragglers(self, limit_s: float) -> None:
+        """Wait until nobody comes any more, but for ourselves."""
+        if self._server is not None:
+            own = self._lane.addresses() if self._lane is not None else set()
+            quiet = self._server.quiet(self._left_at, _STRAGGLERS_S, own)
+            limit_s = min(limit_s, _STRAGGLERS_TIMEOUT_S)
+            await self._unless((self._hurry,), quiet, limit_s)
+
+    def _refuse_new(self) -> None:
+        for life in self._served:
+            life.refuse_new()
+        if self._server is not None and not SharedServers.is_shared(self._server):
+            self._server.go_away()
+
+    async def _drain(self, deadline: float) -> None:
         """Let work in flight end; then stop it, then kill it, each for a bounded time."""
-        if await self._all_idle(self.config.drain_timeout_s):
+        if await self._finished(deadline):
             return
         busy = self._busy()
         if not busy:
             _log.warning("callers have not read the end of their answers: closing")
             return
-        _log.warning(
-            "still busy after %g s (DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS), "
-            "stopping requests: %s",
-            self.config.drain_timeout_s,
-            busy,
-        )
-        for killed, timeout_s in (
-            (False, _STOPPED_TIMEOUT_S),
-            (True, _KILLED_TIMEOUT_S),
-        ):
-            for life in list(self._served):
-                life.stop_all(killed=killed)
-            if await self._all_idle(timeout_s) or not self._busy():
-                return
-        _log.error(
-            "requests did not end after they were stopped and cancelled: %s",
-            self._busy(),
-        )
+        self._tell_stopping(busy, deadline)
+        self._stop_all(killed=False)
+        if await self._all_idle(_STOPPED_TIMEOUT_S) or not self._busy():
+            return
+        self._stop_all(killed=True)
+        # Also in a hurry: what is cancelled takes a few turns of the loop to end.
+        await self._unless((), self._idle(), _KILLED_TIMEOUT_S)
+        if busy := self._busy():
+            _log.error(
+                "requests did not end after they were stopped and cancelled: %s", busy
+            )
+
+    async def _finished(self, deadline: float) -> bool:
+        """Whether everything was answered in time.
+
+        When the process ends, only graceful endpoints are waited for.
+        """
+        rest_s = deadline - self.loop.time()
+        patient = self._idle(only_graceful=True)
+        if not await self._unless((self._hurry,), patient, rest_s):
+            return False
+        rest_s = deadline - self.loop.time()
+        return await self._unless((self._hurry, self._ending), self._idle(), rest_s)
+
+    def _tell_stopping(self, busy: str, deadline: float) -> None:
+        if self._hurry.is_set():
+            _log.warning("stopping requests without waiting for them: %s", busy)
+        elif self.loop.time() < deadline:
+            _log.info("stopping requests that are not to be waited for: %s", busy)
+        else:
+            _log.warning(
+                "still busy after %g s (DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS), "
+                "stopping requests: %s",
+                self.config.drain_timeout_s,
+                busy,
+            )
+
+    def _stop_all(self, *, killed: bool) -> None:
+        for life in list(self._served):
+            life.stop_all(killed=killed)
 
     def _busy(self) -> str:
         return ", ".join(
@@ -330,44 +390,42 @@ class _Core:
             if life.in_flight
         )
 
-    async def _refuse_stragglers(self, left_at: float) -> None:
+    async def _refuse_stragglers(self, deadline: float) -> None:
         """Answer callers who have not heard yet that we left, before the port closes.
 
         A request that meets a closed connection may have run, for all its caller knows,
         and is not sent again; one that is refused goes elsewhere.
         """
-        if self._lane is not None:
-            # Our own connections are nobody's to wait for.
-            await self._lane.aclose()
-        if self._server is not None:
-            quiet = self._server.quiet(left_at, _STRAGGLERS_S)
-            await self._unless_hurried(quiet, _STRAGGLERS_TIMEOUT_S)
+        await self._no_stragglers(max(deadline - self.loop.time(), _STRAGGLERS_S))
 
     async def _all_idle(self, timeout_s: float) -> bool:
-        """Whether everything was answered in time."""
-        return await self._unless_hurried(self._idle(), timeout_s)
+        return await self._unless((self._hurry,), self._idle(), timeout_s)
 
-    async def _unless_hurried(
-        self, work: Coroutine[Any, Any, None], timeout_s: float
+    async def _unless(
+        self,
+        events: tuple[asyncio.Event, ...],
+        work: Coroutine[Any, Any, object],
+        timeout_s: float,
     ) -> bool:
-        """Whether the work was done in time; a hurry ends the wait."""
+        """Whether the work was done in time; one of the events ends the wait."""
         done = spawn(self.loop, work)
-        hurry = spawn(self.loop, self._hurry.wait())
+        interrupts = [spawn(self.loop, event.wait()) for event in events]
         try:
             await asyncio.wait(
-                (done, hurry),
-                timeout=timeout_s,
+                (done, *interrupts),
+                timeout=max(timeout_s, 0.0),
                 return_when=asyncio.FIRST_COMPLETED,
             )
             return done.done()
         finally:
-            done.cancel()
-            hurry.cancel()
-            await asyncio.gather(done, hurry, return_exceptions=True)
+            for task in (done, *interrupts):
+                task.cancel()
+            await asyncio.gather(done, *interrupts, return_exceptions=True)
 
-    async def _idle(self) -> None:
+    async def _idle(self, *, only_graceful: bool = False) -> None:
         for life in list(self._served):
-            await life.idle()
+            if life.graceful or not only_graceful:
+                await life.idle()
         await self.replies.delivered()
         if self._server is not None:
             await self._server.written()
@@ -377,6 +435,26 @@ class _Core:
         if self._sentinel is None:
             self._sentinel = _sentinel_of(weakref.ref(self))
             await anext(self._sentinel)
+            self._watch_loop()
+
+    def _watch_loop(self) -> None:
+        """Have it reported when somebody blocks our loop.
+
+        With ``mem`` there is no thread to look from, and none is started for this.
+        """
+        if self._liveness is None or self.config.blocked_loop_s == 0:
+            return
+        watchdog = LoopWatchdog(
+            self.loop, self.config.blocked_loop_s, _weakly(self._doing)
+        )
+        self._liveness.submit(_look_again_and_again(self._liveness, watchdog))
+
+    def _doing(self, task: asyncio.Task[Any]) -> str:
+        """What a task does for us; asked in another thread."""
+        for life in list(self._served):
+            if life.drives(task):
+                return f"handler {life.handler_name} of {life.name}"
+        return ""
 
     async def loop_ends(self) -> None:
         """The program closes the loop; every task has been cancelled before."""
@@ -397,14 +475,49 @@ class _Core:
         if self._unhook is not None:
             self._unhook()
         for home in list(self._homes.values()):
-            await home.instances.aclose()
+            await home.aclose()
         if self._lane is not None:
             await self._lane.aclose()
-        if self._server is not None:
-            SharedServers.release(self._server)
-            self._server = None
+        await self._close_server()
         self.replies.abort()
-        await self.backend.aclose()
+        closing = spawn(self.loop, self.backend.aclose())
+        await asyncio.wait((closing,), timeout=_BACKEND_TIMEOUT_S)
+        if not closing.done():
+            # A file system that hangs; its thread is a daemon and holds up nobody.
+            closing.cancel()
+            _log.warning(
+                "the %s discovery store did not close within %g s",
+                self.config.discovery_backend,
+                _BACKEND_TIMEOUT_S,
+            )
+
+    async def _close_server(self) -> None:
+        server, self._server = self._server, None
+        if server is None:
+            return
+        try:
+            if not SharedServers.is_shared(server):
+                await server.stop_accepting()
+        finally:
+            SharedServers.release(server)
+
+
+async def _look_again_and_again(liveness: Liveness, watchdog: LoopWatchdog) -> None:
+    """In the liveness thread, which ends it."""
+    liveness.every(watchdog.interval_s, watchdog.look)
+
+
+def _weakly(
+    method: Callable[[asyncio.Task[Any]], str],
+) -> Callable[[asyncio.Task[Any]], str]:
+    """The same without holding its object, which a program may just drop."""
+    reference = weakref.WeakMethod(method)
+
+    def call(task: asyncio.Task[Any]) -> str:
+        target = reference()
+        return "" if target is None else target(task)
+
+    return call
 
 
 async def _sentinel_of(reference: weakref.ref[_Core]) -> AsyncGenerator[None, None]:
@@ -570,9 +683,10 @@ class DistributedRuntime(Sealed):
     def shutdown(self) -> None:
         """Leave the cluster in order; returns at once, again does nothing.
 
-        Records leave discovery first, new requests are refused, requests in flight may
-        end (at most ``DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS``, 25 s, then they are
-        stopped), then the futures of ``serve_endpoint`` resolve.
+        Records leave discovery first.  Requests of callers who have not heard of it yet
+        are served for a moment, later ones are refused, those in flight may end.  All
+        that takes at most ``DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS`` (25 s); what
+        still runs then is stopped.  At last the futures of ``serve_endpoint`` resolve.
         """
         self._core.shutdown()
 

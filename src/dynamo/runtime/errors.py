@@ -195,7 +195,7 @@ class CallError(DynamoException):
 
 
 class NoInstances(CallError):
-    """Nobody can be called: none listed, or all withdrawn or suspect (see ``facts``)."""
+    """Nobody can be called: none listed, or all withdrawn; ``facts`` has who and why."""
 
     retryable = True
 

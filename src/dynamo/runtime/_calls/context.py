@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dynamo.runtime._observability.tracing import SpanIdentity
     from dynamo.runtime._wire.propagation import TraceContext
 
-__all__ = ["Context", "ContextMetadata", "ContextState", "new_id"]
+__all__ = ["Context", "ContextMetadata", "ContextState", "Drain", "new_id"]
 
 _ABSENT: Any = ...  # as the default of `pop`: no default
 _IDS_PER_REFILL = 64
@@ -54,6 +54,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_spare_ids.clear)
 
 
+class Drain:
+    """Whether a worker is on its way out; shared by the contexts of its calls."""
+
+    __slots__ = ("begun",)
+
+    def __init__(self) -> None:
+        self.begun = False
+
+
 class ContextState:
     """Identity, metadata and cancellation of one call.
 
@@ -70,6 +79,7 @@ class ContextState:
         span: What the context shows of its span, or None in a process without tracing.
         has_first_token: True once the first token of the answer was noticed.
         deadline: `time.monotonic()` value by which the call must have ended, or None.
+        drain: The worker on which the call runs, or None.
         noticed: True once the user's code has seen that the call should end.
         stopped: True once the call should end.
         killed: True once it should end at once; `stopped` is then true as well.
@@ -80,6 +90,7 @@ class ContextState:
         "_on_kill",
         "_on_stop",
         "deadline",
+        "drain",
         "has_first_token",
         "id",
         "killed",
@@ -98,12 +109,14 @@ class ContextState:
         *,
         span: SpanIdentity | None = None,
         deadline: float | None = None,
+        drain: Drain | None = None,
     ) -> None:
         self.id = request_id
         self.metadata = metadata
         self.trace = trace
         self.span = span
         self.deadline = deadline
+        self.drain = drain
         self.has_first_token = False
         self._on_first_token: list[Callable[[], None]] = []
         self.noticed = False
@@ -260,6 +273,18 @@ class Context(Sealed):
         """
         return self._state.killed
 
+    def is_draining(self) -> bool:
+        """Whether the worker that runs this call has begun to shut down.
+
+        The call goes on; a handler that could go on for long may use the chance to end.
+
+        Returns:
+            True from the shutdown of the worker's runtime on; always False outside a
+            handler.
+        """
+        drain = self._state.drain
+        return drain is not None and drain.begun
+
     def stop_generating(self) -> None:
         """Ask for the end of every call that uses this context.
 
@@ -327,7 +352,13 @@ class Context(Sealed):
         old = self._state
         request_id = _text("id", id)
         return Context._of(
-            ContextState(request_id, old.metadata.copy(), old.trace, span=old.span)
+            ContextState(
+                request_id,
+                old.metadata.copy(),
+                old.trace,
+                span=old.span,
+                drain=old.drain,
+            )
         )
 
     @property

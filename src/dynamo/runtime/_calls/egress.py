@@ -19,27 +19,32 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import errno
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from dynamo.runtime._calls.inbox import Inbox, on_loop, soon_on_loop
 from dynamo.runtime._calls.pump import FarPump, Pump
 from dynamo.runtime._calls.streams import Annotated, AsyncResponseStream
+from dynamo.runtime._routing.ejection import Failure
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import spawn
 from dynamo.runtime._wire.faults import exception_of_error, inhibits
 from dynamo.runtime.errors import (
     CallError,
+    CallTimeout,
     ConnectionFailed,
     NoInstances,
+    Refused,
     StreamBroken,
     WorkerLost,
 )
 
 if TYPE_CHECKING:
     from dynamo.runtime._calls.context import ContextState
+    from dynamo.runtime._discovery.health import Health
     from dynamo.runtime._discovery.instances import InstanceSet
     from dynamo.runtime._transports import (
         CallHandle,
@@ -55,11 +60,28 @@ _log = logging.getLogger("dynamo.runtime.egress")
 
 # A stopped worker closes the stream at once; one that does not is not waited for.
 _STOP_LIMIT_S = 5.0
+# What a connection may lack on this side: no fault of the instance.
+_OURS = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+)
 # A worker that drains leaves discovery before it takes its last calls.
 _LEFT_LIMIT_S = 1.0
 
 Choose = Callable[[frozenset[int]], "EndpointRecord"]
 """Picks an instance that is not among those already tried, or raises CallError."""
+
+
+class Told(Protocol):
+    """What one client keeps of what its instances said, and knows of who is there."""
+
+    def withdraw(self, instance_id: int, reason: str) -> None:
+        """An instance is not to be called for a while."""
+
+    def overload(self, instance_id: int, duration_s: float) -> None:
+        """An instance is to be left alone for so many seconds."""
+
+    async def explained(self, error: NoInstances) -> NoInstances:
+        """The same error, with what must be looked up first."""
 
 
 class Selection:
@@ -68,40 +90,82 @@ class Selection:
     Args:
         choose: Picks an instance; raises `NoInstances` when there is none left.
         instances: The live view of the endpoint.
+        health: Told what calls saw of the instances.
         in_flight: How many calls each instance has, by id; kept by the calls.
-        withdraw: Told the id of an instance that this client should avoid for a while.
-        overload: Told the id and for how many seconds to leave it alone.
+        client: Told what the instances said about themselves.
         fixed: The caller named the instance: never move elsewhere.
     """
 
-    __slots__ = ("choose", "fixed", "in_flight", "instances", "overload", "withdraw")
+    __slots__ = ("choose", "client", "fixed", "health", "in_flight", "instances")
 
     def __init__(
         self,
         choose: Choose,
         instances: InstanceSet,
+        health: Health,
         in_flight: dict[int, int],
-        withdraw: Callable[[int], None],
-        overload: Callable[[int, float], None],
+        client: Told,
         *,
         fixed: bool = False,
     ) -> None:
         self.choose = choose
         self.instances = instances
+        self.health = health
         self.in_flight = in_flight
-        self.withdraw = withdraw
-        self.overload = overload
+        self.client = client
         self.fixed = fixed
 
     def take(self, instance_id: int) -> None:
         """Count a call."""
         self.in_flight[instance_id] = self.in_flight.get(instance_id, 0) + 1
+        if self.health.troubled:
+            self.health.chosen(instance_id)
 
     def give_back(self, instance_id: int) -> None:
         """Count it no longer."""
         left = self.in_flight.pop(instance_id, 0) - 1
         if left > 0:
             self.in_flight[instance_id] = left
+        if self.health.troubled:
+            self.health.let_go(instance_id)
+
+    def blame(
+        self, instance_id: int, error: Exception, *, inhibits: bool = False
+    ) -> None:
+        """Draw the consequences of an error for the instance that it came from.
+
+        Args:
+            instance_id: That instance.
+            error: What its caller gets.
+            inhibits: The worker, or the lane, says that it will not be better soon.
+        """
+        failure = _failure_of(error, inhibits=inhibits)
+        if failure is not None:
+            self.health.failed(instance_id, failure)
+        elif isinstance(error, CallError) and error.retry_after is not None:
+            self.client.overload(instance_id, error.retry_after)
+        elif inhibits or isinstance(error, Refused):
+            self.client.withdraw(instance_id, str(error))
+
+
+def _failure_of(error: Exception, *, inhibits: bool) -> Failure | None:
+    """What this runtime saw an instance not do, as opposed to what the worker said."""
+    if isinstance(error, ConnectionFailed) and error.phase == "connect":
+        return None if _is_ours(error) else Failure.NO_CONNECTION
+    if isinstance(error, (ConnectionFailed, WorkerLost, StreamBroken)):
+        return Failure.CONNECTION_LOST
+    if isinstance(error, CallTimeout) and inhibits:
+        return Failure.NO_ANSWER
+    return None
+
+
+def _is_ours(error: BaseException | None) -> bool:
+    """Whether a connection failed for something that this process lacks."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _OURS:
+            return True
+        error = error.__cause__
+    return False
 
 
 class _Result(asyncio.Future[AsyncResponseStream]):
@@ -201,8 +265,11 @@ class OutgoingCall:
             try:
                 record = self._selection.choose(self._tried)
             except NoInstances as nobody:
-                # Those that are left were tried: the first hand account says more.
-                self._fail(failure or nobody)
+                if failure is None:
+                    self._opening = spawn(self._loop, self._explain(nobody))
+                else:
+                    # Those that are left were tried: the first hand account says more.
+                    self._fail(failure)
                 return
             except CallError as error:
                 self._fail(error)
@@ -231,9 +298,7 @@ class OutgoingCall:
         try:
             handle = await self._lane.open(record, self._request, self)
         except asyncio.CancelledError:
-            if self._opening is not None and self._result is not None:
-                # Not by us: the program ends all tasks that it finds.
-                self._result.cancel()
+            self._on_opening_cancelled()
             raise
         except Exception as error:  # noqa: BLE001 - it is forwarded to the caller
             self._opening = None
@@ -241,6 +306,21 @@ class OutgoingCall:
         else:
             self._opening = None
             self._on_sent(handle)
+
+    async def _explain(self, nobody: NoInstances) -> None:
+        """Fail with an error that knows more than the choice did."""
+        try:
+            explained = await self._selection.client.explained(nobody)
+        except asyncio.CancelledError:
+            self._on_opening_cancelled()
+            raise
+        self._opening = None
+        self._fail(explained)
+
+    def _on_opening_cancelled(self) -> None:
+        if self._opening is not None and self._result is not None:
+            # Not by us: the program ends all tasks that it finds.
+            self._result.cancel()
 
     def _on_sent(self, handle: CallHandle) -> None:
         assert self._record is not None
@@ -253,18 +333,19 @@ class OutgoingCall:
             self._record.instance_id, self._on_removed
         )
 
-    def _not_taken(self, error: Exception) -> None:
+    def _not_taken(self, error: Exception, *, inhibits: bool = False) -> None:
         """There will be no stream from this instance; perhaps there is from another."""
-        if not self._over and self._may_move(error):
+        if not self._over and self._may_move(error, inhibits=inhibits):
             self._go_on(cast("CallError", error))
 
-    def _may_move(self, error: Exception) -> bool:
+    def _may_move(self, error: Exception, *, inhibits: bool = False) -> bool:
         """Let go of an instance, and fail the call unless another may be tried."""
         assert self._record is not None
         self._watch_no_more()
         if self._handle is not None:
             self._handle.kill()
             self._handle = None
+        self._selection.blame(self._record.instance_id, error, inhibits=inhibits)
         self._count(None)
         if isinstance(error, CallError):
             self._note(error, self._record)
@@ -279,11 +360,6 @@ class OutgoingCall:
     def _note(self, error: CallError, record: EndpointRecord) -> None:
         error.instance_id = record.instance_id
         error.attempts = self._attempts
-        if isinstance(error, ConnectionFailed):
-            self._selection.withdraw(record.instance_id)
-            self._selection.instances.suspect(record.instance_id, self._lane.probe)
-        elif error.retry_after is not None:
-            self._selection.overload(record.instance_id, error.retry_after)
         _log.debug("call %s: %s", self._request.call_id, error)
 
     def _fail(self, error: Exception) -> None:
@@ -378,12 +454,13 @@ class OutgoingCall:
     def on_started(self) -> None:
         self._watch_no_more()
         self._streaming = True
+        health = self._selection.health
+        if health.troubled and self._record is not None:
+            health.answered(self._record.instance_id)
         self._settle()
 
     def on_refused(self, error: Exception, *, inhibits: bool) -> None:
-        if inhibits and self._record is not None:
-            self._selection.withdraw(self._record.instance_id)
-        self._not_taken(error)
+        self._not_taken(error, inhibits=inhibits)
 
     def on_item(self, item: AnnotatedItem, size_bytes: int) -> None:
         if self._annotated:
@@ -392,22 +469,26 @@ class OutgoingCall:
             self._inbox.put(item.data, size_bytes)
 
     def on_failed(self, error: ErrorObject) -> None:
+        raised = exception_of_error(error, instance_id=self.instance_id)
+        self._note_completed()
         if inhibits(error) and self.instance_id is not None:
-            self._selection.withdraw(self.instance_id)
-        self._finish(exception_of_error(error, instance_id=self.instance_id))
+            self._selection.blame(self.instance_id, raised, inhibits=True)
+        self._finish(raised)
 
     def on_ended(self) -> None:
+        self._note_completed()
         self._finish(None)
+
+    def _note_completed(self) -> None:
+        """The instance did its part, also if its handler failed."""
+        health = self._selection.health
+        if health.troubled and self._record is not None:
+            health.completed(self._record.instance_id)
 
     def on_lost(self, text: str) -> None:
         if self._stopped:
             self._finish(None)
             return
-        if self._record is not None:
-            self._selection.withdraw(self._record.instance_id)
-            self._selection.instances.suspect(
-                self._record.instance_id, self._lane.probe
-            )
         if not self._streaming:
             self._not_taken(
                 WorkerLost(
@@ -416,7 +497,10 @@ class OutgoingCall:
                 )
             )
             return
-        self._finish(StreamBroken(f"Unavailable: {text}", instance_id=self.instance_id))
+        error = StreamBroken(f"Unavailable: {text}", instance_id=self.instance_id)
+        if self._record is not None:
+            self._selection.blame(self._record.instance_id, error)
+        self._finish(error)
 
     def _finish(self, error: Exception | None) -> None:
         """The stream is over; what was received can still be read."""

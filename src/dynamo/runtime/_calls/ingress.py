@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,8 @@ from dynamo.runtime._calls.handlers import Handler, ShapeError
 from dynamo.runtime._calls.inbox import Inbox, on_loop
 from dynamo.runtime._calls.items import ItemError, encode_item, has_data
 from dynamo.runtime._calls.streams import PyAsyncRequestStream, ResponseSender
+from dynamo.runtime._transports import Rejection
 from dynamo.runtime._transports.connection import spawn
-from dynamo.runtime._wire.callhome import OVERLOADED_TEXT
 from dynamo.runtime._wire.faults import (
     error_of_envelope,
     error_of_exception,
@@ -36,6 +35,8 @@ from dynamo.runtime.errors import CallError, InvalidArgument, RemoteProtocolErro
 if TYPE_CHECKING:
     import contextvars
 
+    from dynamo.runtime._calls.admission import Admits
+    from dynamo.runtime._calls.context import Drain
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._transports import (
         IncomingCall,
@@ -51,78 +52,8 @@ _log = logging.getLogger("dynamo.runtime.ingress")
 _GIVE_WAY_BYTES = 64 * 1024
 # What a small value costs beyond its bytes.
 _FRAME_BYTES = 64
-# Between two lines about refused requests.
-_REPORT_PAUSE_S = 10.0
 # A handler that has not looked at its context since it was stopped does not know.
 _UNAWARE_GRACE_S = 0.05
-
-
-class Admission:
-    """How many requests of a worker run at once, and how many more may wait."""
-
-    def __init__(self, running: int, waiting: int) -> None:
-        self._running_limit = running
-        # The genuine worker holds one more than its queue: the one next in turn.
-        self._waiting_limit = waiting + 1
-        self._running = 0
-        # In order, and quick to leave from the middle.
-        self._waiting: OrderedDict[asyncio.Future[None], None] = OrderedDict()
-        self._reserved = 0
-        self._untold_refusals = 0
-        self._silent_until = 0.0
-
-    def reserve(self) -> bool:
-        """Take a place for a new request; False if the worker is full."""
-        room = self._running_limit + self._waiting_limit
-        if self._reserved >= room:
-            return False
-        self._reserved += 1
-        return True
-
-    def report_refusal(self, now: float) -> None:
-        """Tell the operator, in a line now and then however many are refused."""
-        self._untold_refusals += 1
-        if now < self._silent_until:
-            return
-        _log.warning(
-            "worker full, requests refused: %d; %d run and %d wait, the most that are "
-            "allowed (DYN_TCP_WORKER_POOL_SIZE and DYN_TCP_WORK_QUEUE_SIZE, or "
-            "DYN_ENGINE_REQUEST_LIMIT and DYN_DYNAMO_REQUEST_QUEUE_LIMIT)",
-            self._untold_refusals,
-            self._running_limit,
-            self._waiting_limit,
-        )
-        self._untold_refusals = 0
-        self._silent_until = now + _REPORT_PAUSE_S
-
-    def release(self, *, ran: bool) -> None:
-        """Give the place back; ``ran`` if the request had got to run."""
-        self._reserved -= 1
-        if not ran:
-            return
-        while self._waiting:
-            waiter, _ = self._waiting.popitem(last=False)
-            if not waiter.done():
-                waiter.set_result(None)
-                return
-        self._running -= 1
-
-    async def run(self) -> None:
-        """Wait for the turn of a request that has a place."""
-        if self._running < self._running_limit:
-            self._running += 1
-            return
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiting[waiter] = None
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            self._waiting.pop(waiter, None)
-            if waiter.done() and not waiter.cancelled():
-                # The turn came in the same moment: pass it on.
-                self._reserved += 1
-                self.release(ran=True)
-            raise
 
 
 class EndpointIngress:
@@ -132,8 +63,9 @@ class EndpointIngress:
         loop: The home loop, on which handlers run.
         path: What the requests name; for log lines and refusals.
         handler: The user's callable.
-        admission: Shared by all endpoints of the worker.
+        admission: Who decides how many run and wait.
         base: The context variables with which every call starts.
+        drain: Tells handlers that the worker is on its way out.
         streamed: Whether the handler takes a stream of requests instead of one.
     """
 
@@ -143,8 +75,9 @@ class EndpointIngress:
         path: str,
         handler: Handler,
         config: RuntimeConfig,
-        admission: Admission,
+        admission: Admits,
         base: contextvars.Context,
+        drain: Drain | None = None,
         *,
         streamed: bool,
     ) -> None:
@@ -154,6 +87,7 @@ class EndpointIngress:
         self.streamed = streamed
         self.config = config
         self.admission = admission
+        self.drain = drain
         self._base = base
         self._runs: set[_Run] = set()
         # What can be told without a call was told when the endpoint was served.
@@ -165,17 +99,17 @@ class EndpointIngress:
     def in_flight(self) -> int:
         return len(self._runs)
 
-    def offer(self, call: IncomingCall) -> str:
-        """Take a request, or return the text with which it is refused."""
+    def offer(self, call: IncomingCall) -> Rejection | None:
+        """Take a request, or say why not."""
         if self._draining:
-            return f"Server unavailable: endpoint {self.path} is draining"
-        if not self.admission.reserve():
-            self.admission.report_refusal(self.loop.time())
-            return OVERLOADED_TEXT
+            return Rejection(f"Server unavailable: endpoint {self.path} is draining")
+        rejection = self.admission.reserve()
+        if rejection is not None:
+            return rejection
         run = _Run(self, call)
         self._runs.add(run)
         run.begin(self._base)
-        return ""
+        return None
 
     def ended(self, run: _Run) -> None:
         """A request is over, whatever way."""
@@ -214,10 +148,17 @@ class EndpointIngress:
             waiter.set_result(None)
         return waiter
 
+    def drives(self, task: asyncio.Task[Any]) -> bool:
+        """Whether that task runs one of our requests; in any thread."""
+        return any(run.runs_in(task) for run in list(self._runs))
+
     def stop_all(self, *, killed: bool) -> None:
-        """Stop, or kill, every request in flight."""
+        """Stop every request in flight; ``killed`` leaves them no grace."""
         for run in list(self._runs):
-            run.on_stop(killed=killed)
+            if killed:
+                run.cut()
+            else:
+                run.on_stop(killed=False)
 
 
 class _Run:
@@ -248,6 +189,9 @@ class _Run:
         self._task = spawn(self._loop, self._run(), base)
         # Not in the coroutine: a task cancelled before its first step never runs it.
         self._task.add_done_callback(self._end)
+
+    def runs_in(self, task: asyncio.Task[Any]) -> bool:
+        return self._task is task
 
     def _end(self, task: asyncio.Task[None]) -> None:
         if self._timer is not None:
@@ -282,6 +226,14 @@ class _Run:
             self._state.kill()
         else:
             self._state.stop()
+
+    def cut(self) -> None:
+        """The worker ends: no more time to end by itself, or for a cleanup."""
+        self.on_stop(killed=True)
+        if self._ran:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._cancel()
 
     def on_writable(self) -> None:
         if self._writable is not None and not self._writable.done():
@@ -366,6 +318,7 @@ class _Run:
             request.metadata,
             request.trace,
             deadline=request.deadline,
+            drain=self._endpoint.drain,
         )
         state.subscribe(self._on_context)
         if not await self._open():

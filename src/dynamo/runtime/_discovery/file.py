@@ -58,6 +58,7 @@ class FileBackend:
             of a cluster must agree; genuine ones have 10.
         refresh_s: Seconds between renewals; None means a third of the TTL.
         connection_id: The identity; None draws 64 random bits.
+        liveness: The thread for all of it; None makes one.
         clock: Where time comes from.
     """
 
@@ -71,6 +72,7 @@ class FileBackend:
         refresh_s: float | None = None,
         connection_id: int | None = None,
         clock: Clock | None = None,
+        liveness: Liveness | None = None,
         private: bool = False,
     ) -> None:
         self.connection_id = (
@@ -82,7 +84,7 @@ class FileBackend:
         self._refresh_s = ttl_s / 3 if refresh_s is None else refresh_s
         self._full_look_s = min(_FULL_LOOK_S, self._refresh_s)
         self._clock = clock or Clock()
-        self._liveness = Liveness()
+        self._liveness = liveness or Liveness()
         self._buckets: dict[str, _Bucket] = {}
         self._renewing: asyncio.Task[None] | None = None
         self._checking: asyncio.Task[None] | None = None

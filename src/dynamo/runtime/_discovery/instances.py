@@ -1,7 +1,7 @@
-"""The live view of one endpoint: which instances discovery lists, which are suspect.
+"""The live view of one endpoint: which instances discovery lists.
 
 Owns how one change of a store is applied and what the application sees of an instance.
-Knows no store, and no transport: what it means to probe an instance is handed in.
+Knows no store, no transport, and not how the instances are doing: that is `health`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from contextvars import Context
 from typing import TYPE_CHECKING, ClassVar, final
 
 from dynamo.runtime._sealed import Unconstructible, override
@@ -25,19 +24,13 @@ from dynamo.runtime._wire.records import (
 from dynamo.runtime.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
     from dynamo.runtime._discovery import DiscoveryBackend, KeyChange, OnChange, Watch
 
-    Probe = Callable[[EndpointRecord], Awaitable[bool]]
     Identity = tuple[EndpointName, int]
 
 _log = logging.getLogger("dynamo.runtime.discovery")
-
-_PROBE_FIRST_S = 0.1
-_PROBE_MAX_S = 2.0
-# A probe that hangs must not keep a healthy instance under suspicion.
-_PROBE_LIMIT_S = 5.0
 
 
 @final
@@ -187,19 +180,17 @@ class InstanceSet:
     """
 
     def __init__(self, backend: DiscoveryBackend, name: EndpointName) -> None:
-        # First what the finalizer needs.
+        # First, because the finalizer needs it.
         self._watch: Watch | None = None
-        self._suspects: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
         self._backend = backend
         self.name = name
         self.generation = 0
-        """Grows with every batch of changes that was applied."""
+        """Grows with everything that is announced."""
         self.closed = False
         self._known: dict[Identity, EndpointRecord] = {}
         self._by_id: dict[int, EndpointRecord] = {}
         self._records: tuple[EndpointRecord, ...] = ()
-        self._usable: tuple[EndpointRecord, ...] | None = ()
         self._unreadable: set[str] = set()
         self._subscribers: dict[object, Callable[[], None]] = {}
         self._removals: dict[int, dict[Callable[[], None], None]] = {}
@@ -225,29 +216,24 @@ class InstanceSet:
         prefix = endpoint_prefix(self.name)
         return await self._backend.watch(MODEL_CARDS, prefix, on_change)
 
+    async def registered_names(self) -> list[str]:
+        """The names of all endpoints in the store that somebody serves, ordered.
+
+        Raises:
+            DiscoveryError: the store cannot be read.
+        """
+        keys = await self._backend.snapshot(INSTANCES, "")
+        identities = [parse_instance_key(key) for key in keys]
+        return sorted({str(one[0]) for one in identities if one is not None})
+
     @property
     def records(self) -> tuple[EndpointRecord, ...]:
         """All listed instances, ordered by id."""
         return self._records
 
-    @property
-    def usable(self) -> tuple[EndpointRecord, ...]:
-        """The listed instances that are not suspect, ordered by id."""
-        if self._usable is None:
-            self._usable = tuple(
-                record
-                for record in self._records
-                if record.instance_id not in self._suspects
-            )
-        return self._usable
-
     def get(self, instance_id: int) -> EndpointRecord | None:
         """The record of one instance, if it is listed."""
         return self._by_id.get(instance_id)
-
-    def is_suspect(self, instance_id: int) -> bool:
-        """True from `suspect` until a probe or a change of discovery clears it."""
-        return instance_id in self._suspects
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call back on the loop after every change; returns what ends that."""
@@ -273,51 +259,20 @@ class InstanceSet:
             if not waiting:
                 del self._removals[instance_id]
 
-    def suspect(self, instance_id: int, probe: Probe) -> None:
-        """Mark an instance whose connection failed, and probe until it is well.
-
-        The mark goes when a probe returns True, or when the record changes, leaves or
-        is registered again.  An instance that is not listed, or marked, stays as it is.
-        """
-        if self.closed or instance_id in self._suspects:
-            return
-        if instance_id not in self._by_id:
-            return
-        probing = _probe_until_well(weakref.ref(self), instance_id, probe)
-        # The task outlives the call that reported the failure: no part of its context.
-        self._suspects[instance_id] = Context().run(self._loop.create_task, probing)
-        self._changed()
-
     def close(self) -> None:
-        """End the watch and the probes; on the loop of this set.  Idempotent."""
+        """End the watch; on the loop of this set.  Idempotent."""
         if self.closed:
             return
         self.closed = True
         if self._watch is not None:
             self._watch.close()
-        for instance_id in list(self._suspects):
-            self._clear(instance_id)
         self._removals.clear()
-        self._changed()
-
-    async def aclose(self) -> None:
-        """The same, and wait until the probes have ended."""
-        probes = list(self._suspects.values())
-        self.close()
-        if probes:
-            await asyncio.wait(probes, timeout=_PROBE_LIMIT_S)
+        self.announce()
 
     def __del__(self) -> None:
         # In any thread, perhaps without a loop: no lock, no waiting.
         if self._watch is not None:
             self._watch.close()
-        tasks = list(self._suspects.values())
-        if tasks and not self._loop.is_closed():
-            try:
-                self._loop.call_soon_threadsafe(_cancel, tasks)
-            except RuntimeError:
-                # Closed in this very moment, and the tasks with it.
-                return
 
     # -- applying changes --------------------------------------------------------
 
@@ -332,7 +287,7 @@ class InstanceSet:
                 self._apply_put(key, value)
         if batch:
             self._rebuild()
-            self._changed()
+            self.announce()
 
     def _apply_put(self, key: str, value: bytes) -> None:
         """The value says which instance it is, as for a genuine watcher."""
@@ -345,17 +300,13 @@ class InstanceSet:
             return
         self._unreadable.discard(key)
         self._known[record.name, record.instance_id] = record
-        # Changed or registered again: whatever was suspected belongs to the past.
-        self._clear(record.instance_id)
 
     def _apply_delete(self, key: str) -> None:
         """A deletion has no value; a key that cannot be parsed is ignored."""
         self._unreadable.discard(key)
         identity = parse_instance_key(key)
-        if identity is None:
-            return
-        if self._known.pop(identity, None) is not None:
-            self._clear(identity[1])
+        if identity is not None:
+            self._known.pop(identity, None)
 
     def _rebuild(self) -> None:
         by_id = {record.instance_id: record for record in self._known.values()}
@@ -372,23 +323,11 @@ class InstanceSet:
             for callback in self._removals.pop(instance_id):
                 callback()
 
-    def _changed(self) -> None:
-        self._usable = None
+    def announce(self) -> None:
+        """Tell the subscribers that something about the instances changed."""
         self.generation += 1
         for callback in tuple(self._subscribers.values()):
             callback()
-
-    def _clear(self, instance_id: int) -> None:
-        """Take the mark off; the caller tells the subscribers."""
-        task = self._suspects.pop(instance_id, None)
-        if task is not None:
-            task.cancel()
-
-    def recovered(self, instance_id: int, task: asyncio.Task[None] | None) -> None:
-        """A probe succeeded; counts only if it still belongs to the mark."""
-        if task is not None and self._suspects.get(instance_id) is task:
-            del self._suspects[instance_id]
-            self._changed()
 
 
 def _weakly(instances: InstanceSet) -> Callable[[list[KeyChange]], None]:
@@ -403,45 +342,5 @@ def _weakly(instances: InstanceSet) -> Callable[[list[KeyChange]], None]:
     return on_change
 
 
-async def _probe_until_well(
-    reference: weakref.ref[InstanceSet], instance_id: int, probe: Probe
-) -> None:
-    """Holds the set only while it looks into it, or nobody could drop it meanwhile."""
-    delay_s = _PROBE_FIRST_S
-    well = False
-    while not well:
-        await asyncio.sleep(delay_s)
-        delay_s = min(2 * delay_s, _PROBE_MAX_S)
-        record = _record_of(reference, instance_id)
-        if record is None:
-            return
-        well = await _ask(probe, record)
-    instances = reference()
-    if instances is not None:
-        instances.recovered(instance_id, asyncio.current_task())
-
-
-def _record_of(
-    reference: weakref.ref[InstanceSet], instance_id: int
-) -> EndpointRecord | None:
-    instances = reference()
-    return None if instances is None else instances.get(instance_id)
-
-
-async def _ask(probe: Probe, record: EndpointRecord) -> bool:
-    try:
-        return await asyncio.wait_for(probe(record), _PROBE_LIMIT_S)
-    except (OSError, asyncio.TimeoutError) as error:
-        _log.debug("probe of instance %d failed: %r", record.instance_id, error)
-    except Exception:  # noqa: BLE001 - a faulty probe must not end the probing
-        _log.exception("the probe of instance %d raised", record.instance_id)
-    return False
-
-
 def _forget(callbacks: dict[object, Callable[[], None]], token: object) -> None:
     callbacks.pop(token, None)
-
-
-def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()

@@ -100,7 +100,7 @@ def choose_power_of_two(free: Sequence[C], load: Mapping[int, int], below: Below
 
 
 def choose_least_loaded(free: Sequence[C], load: Mapping[int, int], below: Below) -> C:
-    """Fewest calls in flight; ties are broken uniformly at random."""
+    """Fewest calls in flight; ``below`` decides among equals."""
     least = min(load.get(one.instance_id, 0) for one in free)
     ties = [one for one in free if load.get(one.instance_id, 0) == least]
     return ties[below(len(ties))]

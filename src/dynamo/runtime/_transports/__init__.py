@@ -39,6 +39,16 @@ class CallRequest(msgspec.Struct, kw_only=True):
     deadline: float | None = None
 
 
+class Rejection(msgspec.Struct, frozen=True):
+    """Why a worker does not take a request, which it certainly has not started.
+
+    ``retry_after_s`` is set if the worker is full: seconds after which to come back.
+    """
+
+    text: str
+    retry_after_s: float | None = None
+
+
 class InputSink(Protocol):
     """Where the client's side sends streamed input."""
 

@@ -22,6 +22,7 @@ from dynamo.runtime._transports.response_listener import (
 from dynamo.runtime._wire.callhome import (
     INVALID_PATH_TEXT,
     KILL,
+    OVERLOADED_TEXT,
     SENTINEL,
     STOP,
     AckReceived,
@@ -283,8 +284,10 @@ def _refusal_of(ack: AckReceived | CallError) -> tuple[CallError, bool] | None:
 
 
 def overloaded(text: str, retry_after_s: float = 1.0) -> Overloaded:
-    """The worker is full."""
+    """The worker is full, or one of its endpoints, which says so."""
     settings = "DYN_TCP_WORKER_POOL_SIZE, DYN_TCP_WORK_QUEUE_SIZE (of the worker)"
+    if text != OVERLOADED_TEXT:
+        settings = text.partition(": ")[2]
     return Overloaded(
         f"CapacityExhausted: {text}",
         retry_after=retry_after_s,
@@ -380,6 +383,10 @@ class CallhomeClientLane:
         self._pools = RequestPools(loop, config)
         self._gates: dict[tuple[int, str], _Gate] = {}
 
+    def addresses(self) -> set[str]:
+        """Our own ends of the connections to workers."""
+        return self._pools.addresses()
+
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> _Call:
@@ -468,6 +475,7 @@ class CallhomeClientLane:
         return True
 
     async def aclose(self) -> None:
+        await self.listener.stop_accepting()
         self._pools.close()
         self.listener.close()
 

@@ -8,6 +8,7 @@ typed error here and nowhere else.  Knows no protocol; subclasses feed their rea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import errno
 import logging
@@ -36,6 +37,7 @@ _LOOKS = 4
 _EARLY_FRAMES = 16
 _EARLY_BYTES = 64 * 1024
 _HIGH_WATER = 256 * 1024
+_TURNS_TO_ACCEPT = 3
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 3}
 
 
@@ -155,6 +157,12 @@ class Connection(asyncio.Protocol):
         """The peer's address for log lines."""
         name = self._transport and self._transport.get_extra_info("peername")
         return f"{name[0]}:{name[1]}" if name else "a closed connection"
+
+    @property
+    def local(self) -> str:
+        """Our own address, which is `peer` at the other end."""
+        name = self._transport and self._transport.get_extra_info("sockname")
+        return f"{name[0]}:{name[1]}" if name else ""
 
     def send(self, frame: bytes) -> None:
         """Queue a frame; it goes out at the end of this turn of the loop at the latest."""
@@ -422,6 +430,22 @@ async def listen(
         ) from error
     _servers.add(server)
     return server, int(server.sockets[0].getsockname()[1])
+
+
+async def stop_accepting(
+    loop: asyncio.AbstractEventLoop, server: asyncio.Server | None
+) -> None:
+    """To be awaited before a server is closed.
+
+    asyncio forgets a connection that it is just accepting when its server closes: the
+    socket stays open, and nobody answers there.
+    """
+    for listener in () if server is None else server.sockets:
+        # No loop but asyncio's with a selector knows this reader, or needs this.
+        with contextlib.suppress(NotImplementedError):
+            loop.remove_reader(listener.fileno())
+    for _ in range(_TURNS_TO_ACCEPT):
+        await asyncio.sleep(0)
 
 
 def _abandon_server(task: asyncio.Task[asyncio.Server]) -> None:

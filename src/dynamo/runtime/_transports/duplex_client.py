@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("dynamo.runtime.duplex")
 
 _BACKOFF_FIRST_S = 0.05
-_BACKOFF_MAX_S = 1.0
+_BACKOFF_MAX_S = 0.2
 LOST_TEXT = "Stream ended before generation completed"
 
 
@@ -485,6 +485,7 @@ class _Link:
         self._opening: asyncio.Task[_WorkerConnection] | None = None
         self._failures = 0
         self._not_before = 0.0
+        self._last_failure = ""
 
     def failed(self, reason: str, phase: str = "connect") -> ConnectionFailed:
         return ConnectionFailed(
@@ -529,8 +530,13 @@ class _Link:
             return None
         least = ready[0] if len(ready) == 1 else min(ready, key=_calls_on)
         if len(ready) < self.config.duplex_connections and _calls_on(least):
-            self._open_soon()
+            self._open_another()
         return least
+
+    def _open_another(self) -> None:
+        """Beside the call that would have liked it."""
+        if self.loop.time() >= self._not_before:
+            self._open_soon()
 
     def _retired(self, connection: _WorkerConnection) -> _WorkerConnection | None:
         """One that takes no calls gives way to others."""
@@ -545,6 +551,9 @@ class _Link:
 
     async def _opened(self) -> _WorkerConnection:
         """Open one connection, whatever the number of calls that want it."""
+        if self.loop.time() < self._not_before:
+            # Nobody waits to hear what is known: another instance may take the call.
+            raise self.failed(f"{self._last_failure} (a moment ago)")
         opening = self._open_soon()
         await asyncio.wait((opening,))
         if opening.cancelled():
@@ -564,7 +573,6 @@ class _Link:
         return self._opening
 
     async def _open(self) -> _WorkerConnection:
-        await asyncio.sleep(max(0.0, self._not_before - self.loop.time()))
         limit_s = self.config.connect_timeout_s
         began = self.loop.time()
         async with self._lane.connecting:
@@ -605,6 +613,9 @@ class _Link:
             self._not_before = 0.0
             self._ready.append(task.result())
             return
+        error = task.exception()
+        facts = error.facts if isinstance(error, CallError) else {}
+        self._last_failure = str(facts.get("reason", error))
         # The first failure is followed by a try at once: a worker may have come back.
         if self._failures:
             pause_s = _BACKOFF_FIRST_S * 2 ** min(self._failures - 1, 10)
@@ -615,6 +626,10 @@ class _Link:
         self._connections.discard(connection)
         if connection in self._ready:
             self._ready.remove(connection)
+
+    @property
+    def connections(self) -> tuple[_WorkerConnection, ...]:
+        return tuple(self._connections)
 
     @property
     def unused(self) -> bool:
@@ -687,6 +702,11 @@ class DuplexClientLane:
                 del self._links[old_key]
         link = self._links[key] = _Link(self, address)
         return link
+
+    def addresses(self) -> set[str]:
+        """Our own ends of all connections."""
+        links = self._links.values()
+        return {one.local for link in links for one in link.connections}
 
     async def aclose(self) -> None:
         """Make no more calls; those in progress run to their end."""

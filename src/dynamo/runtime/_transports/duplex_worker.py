@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._transports import IncomingCall, IncomingRequest
+from dynamo.runtime._transports import IncomingCall, IncomingRequest, Rejection
 from dynamo.runtime._transports.duplex import DuplexConnection
-from dynamo.runtime._wire.callhome import AckReceived, unknown_endpoint_text
+from dynamo.runtime._wire.callhome import unknown_endpoint_text
 from dynamo.runtime._wire.duplex import WRITABLE, WorkerSide
 from dynamo.runtime._wire.duplex_frames import (
     CHUNK_BYTES,
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from dynamo.runtime._wire.faults import ErrorObject
     from dynamo.runtime._wire.propagation import TraceContext
 
-# What a full worker suggests, as on the other lane.
-_RETRY_AFTER_MS = 1000
 NO_HEADERS: Mapping[str, str] = {}
 
 
@@ -68,8 +66,8 @@ class DirectCall(IncomingCall, Protocol):
 class CallTaker(Protocol):
     """Who serves a path."""
 
-    def take_call(self, call: DirectCall) -> str:
-        """Take a call, or return the text with which it is refused."""
+    def take_call(self, call: DirectCall) -> Rejection | None:
+        """Take a call, or say why not."""
 
 
 class DuplexServer(Protocol):
@@ -363,21 +361,23 @@ class DuplexWorkerConnection(DuplexConnection):
     ) -> None:
         taker = self._server.taker(head.path)
         if taker is None:
-            self._refuse(stream, unknown_endpoint_text(head.path))
+            self._refuse(stream, Rejection(unknown_endpoint_text(head.path)))
             return
         call = stream.owner = DuplexCall(self, stream, head, body)
-        text = taker.take_call(call)
-        if text:
-            stream.owner = None
-            self._refuse(stream, text)
-        else:
+        rejection = taker.take_call(call)
+        if rejection is None:
             self._new.append(call)
-
-    def _refuse(self, stream: Stream, text: str) -> None:
-        if AckReceived(text).refusal == "overloaded":
-            refusal = Refusal(OVERLOADED, text, _RETRY_AFTER_MS)
         else:
-            refusal = Refusal(UNAVAILABLE, text)
+            stream.owner = None
+            self._refuse(stream, rejection)
+
+    def _refuse(self, stream: Stream, rejection: Rejection) -> None:
+        pause_s = rejection.retry_after_s
+        if pause_s is None:
+            refusal = Refusal(UNAVAILABLE, rejection.text)
+        else:
+            pause_ms = max(round(pause_s * 1000), 1)
+            refusal = Refusal(OVERLOADED, rejection.text, pause_ms)
         self.side.refuse(stream, refusal)
 
     def _tell(self, kind: int, call: DuplexCall, payload: bytes) -> None:

@@ -78,6 +78,10 @@ class Lanes:
         while len(self._fallen_back) > _MAX_FALLEN_BACK:
             del self._fallen_back[next(iter(self._fallen_back))]
 
+    def addresses(self) -> set[str]:
+        """Our own ends of the connections to workers: they may be to our own port."""
+        return self.callhome.addresses() | self.duplex.addresses()
+
     async def probe(self, record: EndpointRecord) -> bool:
         return await self.callhome.probe(record)
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from dynamo.runtime._transports import IncomingRequest
+from dynamo.runtime._transports import IncomingRequest, Rejection
 from dynamo.runtime._transports.callhome_client import (
     callable_address,
     encode_for,
@@ -22,11 +22,7 @@ from dynamo.runtime._transports.callhome_client import (
 )
 from dynamo.runtime._transports.duplex_client import LOST_TEXT, draining, head_of
 from dynamo.runtime._transports.duplex_worker import NO_HEADERS, trace_of
-from dynamo.runtime._wire.callhome import (
-    AckReceived,
-    too_large_text,
-    unknown_endpoint_text,
-)
+from dynamo.runtime._wire.callhome import too_large_text, unknown_endpoint_text
 from dynamo.runtime._wire.duplex_frames import (
     decode_error,
     decode_handler_refusal,
@@ -276,8 +272,8 @@ class LocalHandle:
     def on_handler_refused(self, payload: bytes) -> None:
         self._last(self._handler_refused, payload)
 
-    def on_refused(self, text: str) -> None:
-        self._last(self._refused, text)
+    def on_refused(self, rejection: Rejection) -> None:
+        self._last(self._refused, rejection)
 
     def on_lost(self) -> None:
         self._last(self._lost)
@@ -303,11 +299,12 @@ class LocalHandle:
         )
         self._events.on_refused(error, inhibits=inhibits)
 
-    def _refused(self, text: str) -> None:
-        if AckReceived(text).refusal == "overloaded":
-            self._events.on_refused(overloaded(text), inhibits=False)
-        else:
+    def _refused(self, rejection: Rejection) -> None:
+        text, pause_s = rejection.text, rejection.retry_after_s
+        if pause_s is None:
             self._events.on_refused(draining(self._record, text), inhibits=True)
+        else:
+            self._events.on_refused(overloaded(text, pause_s), inhibits=False)
 
     def _lost(self) -> None:
         self._events.on_lost(LOST_TEXT)
@@ -370,14 +367,14 @@ class LocalCall:
         self.arrived = True
         taker = server.taker(self.path)
         if taker is None:
-            handle.on_refused(unknown_endpoint_text(self.path))
+            handle.on_refused(Rejection(unknown_endpoint_text(self.path)))
             return
-        text = taker.take_call(self)
-        if text:
-            handle.on_refused(text)
-        else:
+        rejection = taker.take_call(self)
+        if rejection is None:
             # Behind the first step of the handler.
             handle.lane.soon(self._acknowledge)
+        else:
+            handle.on_refused(rejection)
 
     def _acknowledge(self) -> None:
         if self.handle is not None and self._gone is None:

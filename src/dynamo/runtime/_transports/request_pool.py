@@ -231,6 +231,10 @@ class _HostPool:
         self.made_room()
 
     @property
+    def connections(self) -> tuple[RequestConnection, ...]:
+        return tuple(self._connections)
+
+    @property
     def idle(self) -> bool:
         return self._opening is None and all(c.idle for c in self._connections)
 
@@ -265,6 +269,11 @@ class RequestPools:
             pool = self._pools[key] = _HostPool(self, address)
             self._watch_idle()
         return await pool.connection()
+
+    def addresses(self) -> set[str]:
+        """Our own ends of all connections."""
+        pools = self._pools.values()
+        return {one.local for pool in pools for one in pool.connections}
 
     def check_open(self) -> None:
         """Raise RuntimeClosed after `close`."""

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from dynamo.runtime._config import advertised_host
 from dynamo.runtime._sealed import override
-from dynamo.runtime._transports.connection import Connection, Limit, listen
+from dynamo.runtime._transports.connection import (
+    Connection,
+    Limit,
+    listen,
+    stop_accepting,
+)
 from dynamo.runtime._wire.callhome import decode_handshake
 from dynamo.runtime._wire.records import TcpAddress
 from dynamo.runtime._wire.two_part import TwoPart, TwoPartReader
@@ -80,6 +85,9 @@ class HomeConnection(Connection):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self._handshake_timer = Limit(self._loop, _HANDSHAKE_TIMEOUT_S, self.abort)
         self._listener.connections.add(self)
+        if self._listener.closed:
+            # Accepted in the turn in which the port was closed: nobody expects it.
+            self.abort()
 
     def close_in_order(self) -> None:
         """Close after all that was sent has arrived, not with a reset."""
@@ -142,7 +150,7 @@ class ResponseListener:
         self._waiting: dict[str, Expected] = {}
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
-        self._closed = False
+        self.closed = False
 
     async def start(self) -> None:
         """Listen, if not done before.
@@ -152,7 +160,7 @@ class ResponseListener:
             RuntimeClosed: the runtime was shut down.
         """
         async with self._starting:
-            if self._closed:
+            if self.closed:
                 raise RuntimeClosed("the runtime was shut down")
             if self._server is not None:
                 return
@@ -181,9 +189,13 @@ class ResponseListener:
         for connection in list(self.connections):
             connection.abort()
 
+    async def stop_accepting(self) -> None:
+        """Before `close`: let connections that are being accepted come to stand."""
+        await stop_accepting(self.loop, self._server)
+
     def close(self) -> None:
         """Take no more calls home.  Streams in progress run to their end."""
-        self._closed = True
+        self.closed = True
         if self._server is not None:
             self._server.close()
             self._server = None

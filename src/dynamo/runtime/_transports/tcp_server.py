@@ -14,11 +14,18 @@ import weakref
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._transports.connection import Connection, Limit, let_go, listen
+from dynamo.runtime._transports.connection import (
+    Connection,
+    Limit,
+    let_go,
+    listen,
+    stop_accepting,
+)
 from dynamo.runtime._transports.duplex_worker import CallTaker, DuplexWorkerConnection
 from dynamo.runtime._transports.local import withdraw
 from dynamo.runtime._wire.callhome import (
     INVALID_PATH_TEXT,
+    OVERLOADED_TEXT,
     RequestReader,
     RequestReceived,
     RequestTooLarge,
@@ -30,6 +37,7 @@ from dynamo.runtime._wire.duplex_frames import PREFACE
 
 if TYPE_CHECKING:
     from dynamo.runtime._config import RuntimeConfig
+    from dynamo.runtime._transports import Rejection
 
 _log = logging.getLogger("dynamo.runtime.server")
 
@@ -42,13 +50,10 @@ _HTTP_VERBS = (b"GET ", b"POST", b"PUT ", b"HEAD", b"PRI ", b"OPTI", b"DELE", b"
 
 
 class Taker(CallTaker, Protocol):
-    """Who serves a path: takes requests of either lane.
+    """Who serves a path: takes requests of either lane."""
 
-    Both methods return the text with which the request is refused; empty is accepted.
-    """
-
-    def take_request(self, request: RequestReceived) -> str:
-        """A request on the genuine lane."""
+    def take_request(self, request: RequestReceived) -> Rejection | None:
+        """Take a request of the genuine lane, or say why not."""
 
 
 class RequestServer:
@@ -64,6 +69,7 @@ class RequestServer:
         self._asked_at = 0.0
         self._hung_up = asyncio.Event()
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._closed = False
 
     async def start(self, host: str, port: int) -> int:
         """Listen, if not done before, and return the real port.
@@ -106,7 +112,12 @@ class RequestServer:
         taker = self.taker(request.path)
         if taker is None:
             return unknown_endpoint_text(request.path)
-        return taker.take_request(request)
+        rejection = taker.take_request(request)
+        if rejection is None:
+            return ""
+        # This lane has no place for what else a full endpoint may have to say.
+        full = rejection.retry_after_s is not None
+        return OVERLOADED_TEXT if full else rejection.text
 
     def _duplex_connections(self) -> list[DuplexWorkerConnection]:
         every = list(self._connections)
@@ -122,14 +133,15 @@ class RequestServer:
         for connection in self._duplex_connections():
             await connection.written()
 
-    async def quiet(self, since: float, pause_s: float) -> None:
+    async def quiet(self, since: float, pause_s: float, own: set[str]) -> None:
         """Wait until nobody is connected, or no request has come for so long.
 
         Args:
             since: The moment from which on the pause counts at the earliest.
             pause_s: How long.
+            own: Addresses that are nobody's to wait for.
         """
-        while any(connection.is_open for connection in self._connections):
+        while any(one.is_open and one.peer not in own for one in self._connections):
             rest_s = max(since, self._asked_at) + pause_s - self.loop.time()
             if rest_s <= 0:
                 return
@@ -141,8 +153,13 @@ class RequestServer:
         """A connection has gone."""
         self._hung_up.set()
 
+    async def stop_accepting(self) -> None:
+        """Before `close`: let connections that are being accepted come to stand."""
+        await stop_accepting(self.loop, self._server)
+
     def close(self) -> None:
         """Stop listening and close every connection."""
+        self._closed = True
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -159,6 +176,9 @@ class RequestServer:
     def track(self, connection: Connection) -> None:
         """Remember an open connection until it is closed."""
         self._connections.add(connection)
+        if self._closed:
+            # Accepted in the turn in which the port was closed: its client would wait.
+            connection.abort()
 
 
 class SharedServers:
