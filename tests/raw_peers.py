@@ -21,6 +21,7 @@ import msgspec
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime._config import from_env
 from dynamo.runtime._discovery.memory import MemoryBackend, MemoryStore
+from dynamo.runtime._transports import CallRequest
 from dynamo.runtime._wire.callhome import (
     AckReader,
     AckReceived,
@@ -49,6 +50,7 @@ from dynamo.runtime._wire.records import (
     split_tcp_address,
 )
 from dynamo.runtime._wire.two_part import TwoPart, TwoPartReader, encode_two_part
+from dynamo.runtime.errors import Refused
 
 T = TypeVar("T")
 Frame = TypeVar("Frame")
@@ -118,6 +120,32 @@ def body_of(frame: TwoPart | None, codec: str = "msgpack") -> Any:
     assert frame.header == b""
     decode = msgspec.json.decode if codec == "json" else msgspec.msgpack.decode
     return decode(frame.body)
+
+
+async def refusal_of(caller: DistributedRuntime, record: EndpointRecord) -> Refused:
+    """What one hears who has not heard yet that an instance leaves.
+
+    At first he is served.
+    """
+    told: asyncio.Queue[Exception | None] = asyncio.Queue()
+
+    class Asking:
+        def on_reached(self) -> None:
+            told.put_nowait(None)
+
+        def on_started(self) -> None:
+            """Nor does the end matter."""
+
+        def on_refused(self, error: Exception, *, inhibits: bool) -> None:
+            told.put_nowait(error)
+
+    while True:
+        request = CallRequest(call_id="late", value=None, packed=b"\xc0", metadata={})
+        handle = await caller._core.lane.open(record, request, Asking())  # type: ignore[arg-type]
+        error = await told.get()
+        if isinstance(error, Refused):
+            return error
+        handle.kill()
 
 
 class Peer(Generic[Frame]):

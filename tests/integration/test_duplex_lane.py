@@ -12,13 +12,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from raw_peers import connected_socket, make_runtime, shut_down, until, within
+from raw_peers import (
+    connected_socket,
+    make_runtime,
+    refusal_of,
+    shut_down,
+    until,
+    within,
+)
 from relay import Cut, Relay, relay_to
 
 from dynamo.runtime import Client, Context, DistributedRuntime
 from dynamo.runtime._calls.streams import ResponseSender
 from dynamo.runtime._discovery.memory import MemoryStore
-from dynamo.runtime._transports import CallRequest
 from dynamo.runtime._transports.duplex_client import _Link, _WorkerConnection
 from dynamo.runtime._transports.duplex_worker import DuplexWorkerConnection
 from dynamo.runtime._wire.duplex import LAST_ID_TO_OPEN, ClientSide
@@ -526,6 +532,28 @@ async def test_a_large_item_lets_the_items_of_others_pass() -> None:
         assert [len(item) async for item in large] == [8_000_000]
 
 
+async def test_tokens_of_many_streams_pass_a_large_answer_on_the_same_connection() -> (
+    None
+):
+    async def either(request: Any) -> AsyncIterator[Any]:
+        if request == "large":
+            yield bytes(30_000_000)
+        else:
+            for number in range(20):
+                yield number
+                await asyncio.sleep(0)
+
+    async with linked(either) as link:
+        # Two hundred times its credit: it comes in as many turns at least.
+        large = await link.call("large")
+        whole = asyncio.get_running_loop().create_task(read_all(large))
+        lists = await asyncio.gather(*(link.items("small") for _ in range(100)))
+        assert not whole.done()
+        assert lists == [list(range(20))] * 100
+        assert [len(item) for item in await whole] == [30_000_000]
+        assert link.relay.accepted == 1
+
+
 async def test_4000_streams_at_once_with_default_limits() -> None:
     gate = asyncio.Event()
 
@@ -674,6 +702,25 @@ async def test_a_silent_peer_is_dead_after_a_while_on_both_sides() -> None:
             await within(stream.__anext__(), 2)
         await until(lambda: hush.ended == 1)
         link.relay.flow()
+
+
+async def test_a_first_item_that_takes_its_time_is_waited_for() -> None:
+    """Slow is not dead: the loops answer pings while the handler thinks."""
+    think = asyncio.Event()
+
+    async def slow(request: Any) -> AsyncIterator[Any]:
+        await think.wait()
+        yield "at last"
+
+    async with linked(slow, ping_interval_s=0.1, ping_timeout_s=0.5) as link:
+        stream = await link.call()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        # Ten times as long as a peer may be silent for would show no more.
+        await until(lambda: loop.time() - began > 1.5)
+        think.set()
+        assert await read_all(stream) == ["at last"]
+        assert link.relay.accepted == 1
 
 
 async def test_a_side_that_stood_still_does_not_blame_the_other() -> None:
@@ -938,13 +985,8 @@ async def test_a_runtime_that_shares_its_port_says_no_go_away() -> None:
     (connection,) = link._connections
     workers[0].shutdown()
     await until(lambda: client.instance_ids() == [stays])
-    # One who has not heard yet asks the runtime that leaves.
-    events = Told()
-    request = CallRequest(call_id="late", value=None, packed=b"\xc0", metadata={})
-    await caller._core.lane.open(record, request, events)
-    await until(lambda: events.refusal is not None)
-    assert isinstance(events.refusal, Refused)
-    assert "is draining" in str(events.refusal)
+    refusal = await within(refusal_of(caller, record))
+    assert "is draining" in str(refusal)
     assert not connection.side.going_away
     streams.append(await begun(stays))
     streams.pop(0).cancel()
@@ -957,15 +999,6 @@ async def test_a_runtime_that_shares_its_port_says_no_go_away() -> None:
         stream.cancel()
     await within(serving[1])
     await shut_down(caller)
-
-
-class Told:
-    """`CallEvents` that remember a refusal."""
-
-    refusal: Exception | None = None
-
-    def on_refused(self, error: Exception, *, inhibits: bool) -> None:
-        self.refusal = error
 
 
 async def test_a_client_that_cannot_be_connected_to_calls_all_the_same() -> None:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from raw_peers import PATH, make_runtime, shut_down, until, within
+from raw_peers import PATH, make_runtime, refusal_of, shut_down, until, within
 from served import Served, served
 
 from dynamo.runtime import Client, Context, DistributedRuntime
@@ -27,7 +27,6 @@ from dynamo.runtime._wire.records import EndpointRecord
 from dynamo.runtime.errors import (
     ConnectionFailed,
     DynamoException,
-    Refused,
     RuntimeClosed,
     StreamBroken,
 )
@@ -418,10 +417,11 @@ async def test_breaking_off_ends_both_sides() -> None:
 
 async def test_a_draining_worker_refuses_its_neighbours_too() -> None:
     async with silent_pair() as (pair, stream, ended):
+        record = record_of(pair.client)
         pair.worker.shutdown()
-        with pytest.raises(Refused, match="is draining") as caught:
-            await pair.call()
-        assert caught.value.retryable
+        error = await within(refusal_of(pair.caller, record))
+        assert error.retryable
+        assert "is draining" in str(error)
         stream.cancel()
         await within(ended.wait())
         await within(pair.serving)

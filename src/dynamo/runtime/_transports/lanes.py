@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._transports import CallEvents, CallHandle, CallRequest
+    from dynamo.runtime._transports.local import LocalServer
     from dynamo.runtime._wire.records import EndpointRecord
 
 _log = logging.getLogger("dynamo.runtime.lanes")
@@ -44,10 +45,9 @@ class Lanes:
     def open_now(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> CallHandle | None:
-        if self._stays_local:
-            server = neighbour(record, self._loop)
-            if server is not None:
-                return self.local.open_now(server, record, request, events)
+        server = self._neighbour(record)
+        if server is not None:
+            return self.local.open_now(server, record, request, events)
         if self._uses_duplex(record):
             return self.duplex.open_now(record, request, events)
         return None
@@ -55,12 +55,18 @@ class Lanes:
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> CallHandle:
+        server = self._neighbour(record)
+        if server is not None:
+            return self.local.open_now(server, record, request, events)
         if self._uses_duplex(record):
             try:
                 return await self.duplex.open(record, request, events)
             except NoDuplex as error:
                 self._fall_back(record, error)
         return await self.callhome.open(record, request, events)
+
+    def _neighbour(self, record: EndpointRecord) -> LocalServer | None:
+        return neighbour(record, self._loop) if self._stays_local else None
 
     def _uses_duplex(self, record: EndpointRecord) -> bool:
         if not self._speaks_duplex or "duplex" not in record.lanes:
