@@ -158,11 +158,15 @@ class Cluster:
         Raises:
             Failed: it did not start.
         """
-        self._worker(worker)
         return self.lanes(worker) != "callhome"
 
     def lanes(self, worker: str) -> str:
-        """The lanes that a worker of ours advertises, call-home apart."""
+        """The lanes that a worker of ours advertises, call-home apart.
+
+        Raises:
+            Failed: it did not start, perhaps again.
+        """
+        self._worker(worker)
         for record in self.store_of(worker).rglob("*echo*"):
             found = LANES.search(record.read_bytes())
             if found and found[1]:
