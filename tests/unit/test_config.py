@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import socket
 from pathlib import Path
 
@@ -65,7 +66,20 @@ SECONDS = [
     ("DYN_RUNTIME_CANCEL_GRACE_SECS", "cancel_grace_s", 5.0, "0", 0.0),
     ("DYN_RUNTIME_PING_INTERVAL_SECS", "ping_interval_s", 20.0, "0.5", 0.5),
     ("DYN_RUNTIME_PING_TIMEOUT_SECS", "ping_timeout_s", 60.0, "40", 40.0),
+    ("DYN_RUNTIME_CALL_TIMEOUT_SECS", "call_timeout_s", math.inf, "60", 60.0),
+    (
+        "DYN_RUNTIME_FIRST_ITEM_TIMEOUT_SECS",
+        "first_item_timeout_s",
+        math.inf,
+        "0.5",
+        0.5,
+    ),
+    ("DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", "idle_timeout_s", math.inf, "1", 1.0),
 ]
+
+
+def test_no_seconds_are_no_limit() -> None:
+    assert named(DYN_RUNTIME_CALL_TIMEOUT_SECS="0") == named()
 
 
 @pytest.mark.parametrize(

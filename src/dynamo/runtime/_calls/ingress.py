@@ -2,7 +2,8 @@
 
 Owns the tasks that drive handlers.  Only the task that drives a handler closes it::
 
-    stop or kill --> the context says so, the reply is closed
+    stop, kill, or the deadline of the call
+                 --> the context says so, the reply is closed
                  --> grace: the handler may end by itself
                  --> its task is cancelled, the generator closed, bounded
                  --> what does not end is reported by name
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._calls.context import Context, ContextState
+from dynamo.runtime._calls.deadlines import Deadlines, inherited
 from dynamo.runtime._calls.handlers import Handler, ShapeError
 from dynamo.runtime._calls.inbox import Inbox, on_loop
 from dynamo.runtime._calls.items import ItemError, encode_item, has_data
@@ -52,6 +55,8 @@ _log = logging.getLogger("dynamo.runtime.ingress")
 _GIVE_WAY_BYTES = 64 * 1024
 # What a small value costs beyond its bytes.
 _FRAME_BYTES = 64
+# The caller ends a call at its deadline itself; we do if nothing of that has come.
+_DEADLINE_SLACK_S = 0.02
 # A handler that has not looked at its context since it was stopped does not know.
 _UNAWARE_GRACE_S = 0.05
 
@@ -88,7 +93,10 @@ class EndpointIngress:
         self.config = config
         self.admission = admission
         self.drain = drain
+        self.deadlines = Deadlines(loop)
         self._base = base
+        # A handler of another endpoint may be the one who serves this one.
+        base.run(inherited.set, None)
         self._runs: set[_Run] = set()
         # What can be told without a call was told when the endpoint was served.
         self._shape_told = handler.complaint() is not None
@@ -169,6 +177,7 @@ class _Run:
     """
 
     def __init__(self, endpoint: EndpointIngress, call: IncomingCall) -> None:
+        self.due_at = math.inf
         self._endpoint = endpoint
         self._loop = endpoint.loop
         self._call = call
@@ -196,6 +205,8 @@ class _Run:
     def _end(self, task: asyncio.Task[None]) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self.due_at != math.inf:
+            self._endpoint.deadlines.forget(self)
         self._endpoint.admission.release(ran=self._ran)
         if self._state is not None:
             self._state.unsubscribe(self._on_context)
@@ -276,6 +287,22 @@ class _Run:
         elif self._task is not None:
             self._task.cancel()
 
+    def _obey(self, deadline: float) -> None:
+        """End at the deadline, also if the caller does not say so."""
+        inherited.set(deadline)
+        self.due_at = deadline + _DEADLINE_SLACK_S
+        self._endpoint.deadlines.watch(self)
+
+    def look(self, now: float) -> None:
+        """The deadline has passed, and the caller has not ended the call."""
+        self.due_at = math.inf
+        self._endpoint.deadlines.forget(self)
+        assert self._state is not None
+        if self._reply is not None:
+            late = TimeoutError("the deadline of the call has passed")
+            self._fail(self._reply, error_of_exception(late))
+        self._state.kill()
+
     def _grace_over(self) -> None:
         """Cancel a handler that does not know; leave time to one that does."""
         assert self._state is not None
@@ -321,6 +348,8 @@ class _Run:
             drain=self._endpoint.drain,
         )
         state.subscribe(self._on_context)
+        if request.deadline is not None:
+            self._obey(request.deadline)
         if not await self._open():
             return
         await self._endpoint.admission.run()

@@ -142,11 +142,7 @@ class DuplexCall:
             body=None if head.streamed else body,
             trace=trace_of(head),
             ours=True,
-            deadline=(
-                None
-                if head.remaining_ms is None
-                else time.monotonic() + head.remaining_ms / 1000
-            ),
+            deadline=deadline_of(head),
         )
 
     async def open(self, events: ReplyEvents) -> DuplexCall:
@@ -303,6 +299,13 @@ class DuplexCall:
             self._stream.owner = None
             if self.replies is not None:
                 self.replies.discard(self)
+
+
+def deadline_of(head: RequestHead) -> float | None:
+    """When the time of a request that is read now is over."""
+    if head.remaining_ms is None:
+        return None
+    return time.monotonic() + head.remaining_ms / 1000
 
 
 def trace_of(head: RequestHead) -> TraceContext | None:

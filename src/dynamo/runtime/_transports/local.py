@@ -21,7 +21,7 @@ from dynamo.runtime._transports.callhome_client import (
     too_large_there,
 )
 from dynamo.runtime._transports.duplex_client import LOST_TEXT, draining, head_of
-from dynamo.runtime._transports.duplex_worker import NO_HEADERS, trace_of
+from dynamo.runtime._transports.duplex_worker import NO_HEADERS, deadline_of, trace_of
 from dynamo.runtime._wire.callhome import too_large_text, unknown_endpoint_text
 from dynamo.runtime._wire.duplex_frames import (
     decode_error,
@@ -137,7 +137,7 @@ class LocalLane:
         if size > limit_there:
             raise too_large_there(too_large_text(size, limit_there))
         handle = LocalHandle(self, record, events, streamed=body is None)
-        call = LocalCall(handle, head, body, request.deadline)
+        call = LocalCall(handle, head, body)
         handle.call = call
         self._calls.add(handle)
         self.soon(call.arrive, server)
@@ -322,7 +322,6 @@ class LocalCall:
 
     __slots__ = (
         "_body",
-        "_deadline",
         "_events",
         "_gone",
         "_head",
@@ -340,7 +339,6 @@ class LocalCall:
         handle: LocalHandle,
         head: RequestHead,
         body: bytes | None,
-        deadline: float | None,
     ) -> None:
         self.path = head.path
         self.replies: Replies | None = None
@@ -352,7 +350,6 @@ class LocalCall:
         self.input_paused = False
         self._head = head
         self._body = body
-        self._deadline = deadline
         self._events: ReplyEvents | None = None
         self._input: InputEvents | None = None
         # The caller has stopped the call (False), or has gone (True).
@@ -396,7 +393,7 @@ class LocalCall:
             body=body,
             trace=trace_of(head),
             ours=True,
-            deadline=self._deadline,
+            deadline=deadline_of(head),
         )
 
     async def open(self, events: ReplyEvents) -> LocalCall:
