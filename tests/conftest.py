@@ -125,15 +125,17 @@ LANES = {"local": "all", "duplex": "duplex", "callhome": "callhome"}
 
 @pytest.fixture(params=LANES)
 def each_lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The lane of calls between the runtimes that the test makes.
+    """``DYN_RUNTIME_LANES`` of the runtimes that the test makes; its name is the lane.
+
+    Between processes "local" is "duplex" once more.
 
     For tests of what holds on every lane; those that need one of them name it::
 
         @pytest.mark.parametrize("each_lane", ["callhome"], indirect=True)
     """
-    lane: str = request.param
-    monkeypatch.setenv("DYN_RUNTIME_LANES", LANES[lane])
-    return lane
+    lanes = LANES[request.param]
+    monkeypatch.setenv("DYN_RUNTIME_LANES", lanes)
+    return lanes
 
 
 # ------------------------------------------------------------------------- guards

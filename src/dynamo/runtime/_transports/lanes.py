@@ -86,7 +86,8 @@ class Lanes:
 
     def addresses(self) -> set[str]:
         """Our own ends of the connections to workers: they may be to our own port."""
-        return self.callhome.addresses() | self.duplex.addresses()
+        sockets = self.callhome.addresses() | self.duplex.addresses()
+        return sockets | {self.local.peer}
 
     async def probe(self, record: EndpointRecord) -> bool:
         return await self.callhome.probe(record)

@@ -60,8 +60,6 @@ if TYPE_CHECKING:
     from dynamo.runtime._wire.faults import ErrorObject
     from dynamo.runtime._wire.records import EndpointRecord
 
-_EMPTY = b""
-
 
 class LocalServer(Protocol):
     """A port of this process, as its neighbours see it."""
@@ -71,6 +69,12 @@ class LocalServer(Protocol):
 
     def taker(self, path: str) -> CallTaker | None:
         """Who serves that path, for a request that has come."""
+
+    def called_by(self, neighbour: LocalLane) -> None:
+        """A runtime of this loop calls: it may do so again."""
+
+    def hung_up(self) -> None:
+        """It will not."""
 
 
 # By host:port as in the records.  A port that is closed or forgotten is not found.
@@ -112,7 +116,9 @@ class LocalLane:
         # As the call-backs of a socket: in nobody's context.
         self._context = contextvars.Context()
         self._calls: set[LocalHandle] = set()
-        self._closed = False
+        self._servers: weakref.WeakSet[LocalServer] = weakref.WeakSet()
+        self._last: LocalServer | None = None
+        self.is_open = True
 
     def open_now(
         self,
@@ -126,13 +132,13 @@ class LocalLane:
         Raises:
             CallError: it was not sent.
         """
-        if self._closed:
+        if not self.is_open:
             raise RuntimeClosed("the runtime was shut down")
         body = request.packed
         if body is not None:
             body = encode_for(record, request.value, body, CallError)
         head = head_of(callable_address(record).path, record.codec, request)
-        size = request_size(head, len(body or _EMPTY), self._config.max_message_bytes)
+        size = request_size(head, len(body or b""), self._config.max_message_bytes)
         limit_there = server.config.max_message_bytes
         if size > limit_there:
             raise too_large_there(too_large_text(size, limit_there))
@@ -140,8 +146,20 @@ class LocalLane:
         call = LocalCall(handle, head, body)
         handle.call = call
         self._calls.add(handle)
+        if server is not self._last:
+            self._meet(server)
         self.soon(call.arrive, server)
         return handle
+
+    def _meet(self, server: LocalServer) -> None:
+        self._last = server
+        self._servers.add(server)
+        server.called_by(self)
+
+    @property
+    def peer(self) -> str:
+        """What a server knows its caller by, as the address of a connection."""
+        return f"local:{id(self):x}"
 
     def soon(self, event: Callable[..., object], *args: object) -> None:
         """Tell the other side in a later turn of the loop."""
@@ -153,7 +171,10 @@ class LocalLane:
 
     def close(self) -> None:
         """Make no more calls; those in progress run to their end."""
-        self._closed = True
+        self.is_open = False
+        self._last = None
+        for server in list(self._servers):
+            server.hung_up()
 
     def abort(self) -> None:
         """Break every call off."""
