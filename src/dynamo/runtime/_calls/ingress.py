@@ -55,6 +55,9 @@ _log = logging.getLogger("dynamo.runtime.ingress")
 _GIVE_WAY_BYTES = 64 * 1024
 # What a small value costs beyond its bytes.
 _FRAME_BYTES = 64
+# These are reported like any other and go on.  Raised where they were caught: a frame
+# that raised what it was given would hold it, which holds the frame.
+_GOING_ON = (asyncio.CancelledError, KeyboardInterrupt, SystemExit)
 # The caller ends a call at its deadline itself; we do if nothing of that has come.
 _DEADLINE_SLACK_S = 0.02
 # A handler that has not looked at its context since it was stopped does not know.
@@ -216,8 +219,9 @@ class _Run:
         if self._reply is not None and not self._over:
             # Reached only when the task was cut off before it could end the stream.
             self._reply.drop()
-        # They hold us: no cycle is left behind.
-        self._input = self._reply = None
+        # They hold us: no cycle is left behind.  A task that was cancelled holds the
+        # frames of the handler, and with them its last item.
+        self._input = self._reply = self._task = None
         self._endpoint.ended(self)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
@@ -272,7 +276,7 @@ class _Run:
         on_loop(self._loop, self._stop)
 
     def _stop(self) -> None:
-        if self._task is not None and self._task.done():
+        if self._task is None:
             return  # told in another thread, it comes after the end
         self.on_input_end()
         if not self._over:
@@ -421,6 +425,9 @@ class _Run:
             self._endpoint.refused(error)
             self._refuse(reply, error.cause)
             return
+        except _GOING_ON as error:
+            self._handler_failed(reply, error)
+            raise
         except BaseException as error:  # noqa: BLE001 - whatever the user's code raises
             self._handler_failed(reply, error)
             return
@@ -466,6 +473,9 @@ class _Run:
         except ItemError as error:
             self._log_unsendable(error)
             self._fail(reply, error.error)
+        except _GOING_ON as error:
+            self._handler_failed(reply, error)
+            raise
         except BaseException as error:  # noqa: BLE001 - whatever the user's code raises
             self._handler_failed(reply, error)
         else:
@@ -536,12 +546,10 @@ class _Run:
             reply.refuse(text, error)
 
     def _handler_failed(self, reply: ReplyStream, error: BaseException) -> None:
-        """Report what the handler raised; cancellation and exits also go on."""
+        """Report what the handler raised."""
         if not self._over:
             self._log_failure(error)
             self._fail(reply, error_of_exception(error))
-        if isinstance(error, (asyncio.CancelledError, KeyboardInterrupt, SystemExit)):
-            raise error
 
     def _log_failure(self, error: BaseException) -> None:
         name, path = self._endpoint.handler.name, self._endpoint.path
