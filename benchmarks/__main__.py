@@ -118,6 +118,8 @@ def main(words: list[str]) -> int:
         **{f"versions, {name}": text for name, text in cluster.versions.items()},
     }
     print("\n" + report.results_table(results))
+    if growth := report.growth_table(results):
+        print("\n" + growth)
     print("\n" + report.bars_table(results) + "\n")
     for name, text in about.items():
         print(f"{name}: {text}")

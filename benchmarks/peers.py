@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from benchmarks.processes import START_LIMIT_S, Failed, NatsServer, Process
@@ -158,16 +159,27 @@ class Cluster:
         Raises:
             Failed: it did not start.
         """
-        self._worker(worker)
         return self.lanes(worker) != "callhome"
 
     def lanes(self, worker: str) -> str:
-        """The lanes that a worker of ours advertises, call-home apart."""
-        for record in self.store_of(worker).rglob("*echo*"):
-            found = LANES.search(record.read_bytes())
-            if found and found[1]:
-                return found[1].decode().replace('"', "")
-        return "callhome"
+        """The lanes that a worker of ours advertises, call-home apart.
+
+        Raises:
+            Failed: it did not start, perhaps again.
+        """
+        self._worker(worker)
+        found = LANES.search(self._record_of(worker))
+        return found[1].decode().replace('"', "") if found and found[1] else "callhome"
+
+    def _record_of(self, worker: str) -> bytes:
+        """A worker says that it is ready before it is registered."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            for record in self.store_of(worker).rglob("*echo*"):
+                if text := record.read_bytes():
+                    return text
+            time.sleep(0.02)
+        raise Failed(f"{worker} is not registered after {START_LIMIT_S:g} s")
 
     def drop(self, peer: str) -> None:
         """Stop both sides of a peer; they start again when they are needed."""

@@ -71,6 +71,7 @@ def _rows_of(results: Results, workload: Workload) -> list[list[str]]:
     for peer, rounds in results[workload.name].items():
         mine = reached(results, workload.name, workload.metric, peer, None)
         ratio = reached(results, workload.name, workload.metric, peer, REFERENCE)
+        p99 = reached(results, workload.name, "p99_ms", peer, None)
         cpu = reached(results, workload.name, "cpu_us", peer, None)
         rows.append(
             [
@@ -78,6 +79,7 @@ def _rows_of(results: Results, workload: Workload) -> list[list[str]]:
                 peer,
                 mine.text if mine else "failed",
                 ratio.text if ratio and peer != REFERENCE else "",
+                figure(p99.median) if p99 else "",
                 figure(cpu.median) if cpu else "",
                 f"{len(rounds)} {_errors(rounds)}",
             ]
@@ -91,13 +93,29 @@ def results_table(results: Results) -> str:
     CPU is the processor time of both sides for one item, call or payload.
     """
     rows = [
-        ["workload", "peer", "figure [min..max]", "over genuine", "CPU us", "rounds"]
+        [
+            *("workload", "peer", "figure [min..max]", "over genuine"),
+            *("p99 ms", "CPU us", "rounds"),
+        ]
     ]
     for workload in WORKLOADS:
         if workload.name in results:
             rows += _rows_of(results, workload)
             rows[-len(results[workload.name])][2] += f" {workload.metric}"
     return _table(rows)
+
+
+def growth_table(results: Results) -> str:
+    """The figures that some loads take at several sizes, as METRIC@SIZE."""
+    rows = [["workload", "peer", "at", "figure [min..max]"]]
+    for name, peers in results.items():
+        for peer, rounds in peers.items():
+            metrics = dict.fromkeys(key for one in rounds for key in one if "@" in key)
+            for metric in metrics:
+                found = reached(results, name, metric, peer, None)
+                what, _, size = metric.partition("@")
+                rows.append([name, peer, size, f"{found.text} {what}" if found else ""])
+    return _table(rows) if len(rows) > 1 else ""
 
 
 def verdict(bar: Bar, found: Spread | None) -> str:
@@ -122,12 +140,13 @@ def _has_ours(results: Results) -> bool:
 
 def bars_table(results: Results) -> str:
     """Each bar with the figure reached."""
-    rows = [["bar", "workload", "must", "reached [min..max]", ""]]
+    rows = [["bar", "workload", "must", "goal", "reached [min..max]", ""]]
     rows += [
         [
             bar.line,
             bar.workload,
             f"{'>=' if bar.limit == 'least' else '<='} {figure(bar.must)}",
+            figure(bar.goal),
             found.text if found else "",
             verdict(bar, found),
         ]

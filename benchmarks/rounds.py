@@ -10,7 +10,6 @@ from benchmarks.peers import Cluster
 from benchmarks.processes import Failed
 from benchmarks.workloads import Workload
 
-LIMIT_S = 20.0
 WARM_UP_S = 0.05
 LEAST_ROUNDS = 2
 
@@ -76,7 +75,7 @@ class Bench:
                 client, worker = cluster.client(peer)
                 given = {**workload.numbers(self._quick), **changes}
                 given["worker"] = worker
-                measured = client.ask(LIMIT_S, load=workload.load, **given)
+                measured = client.ask(workload.limit_s, load=workload.load, **given)
             except Failed as error:
                 cluster.drop(peer)
                 return {"error": str(error)}

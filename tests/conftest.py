@@ -120,15 +120,20 @@ def pytest_asyncio_loop_factories() -> Mapping[
     return factories
 
 
-@pytest.fixture(params=["all", "callhome"])
+LANES = {"local": "all", "duplex": "duplex", "callhome": "callhome"}
+
+
+@pytest.fixture(params=LANES)
 def each_lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The lanes of the runtimes that the test makes.
+    """``DYN_RUNTIME_LANES`` of the runtimes that the test makes; its name is the lane.
+
+    Between processes "local" is "duplex" once more.
 
     For tests of what holds on every lane; those that need one of them name it::
 
         @pytest.mark.parametrize("each_lane", ["callhome"], indirect=True)
     """
-    lanes: str = request.param
+    lanes = LANES[request.param]
     monkeypatch.setenv("DYN_RUNTIME_LANES", lanes)
     return lanes
 

@@ -21,6 +21,7 @@ import msgspec
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime._config import from_env
 from dynamo.runtime._discovery.memory import MemoryBackend, MemoryStore
+from dynamo.runtime._transports import CallRequest
 from dynamo.runtime._wire.callhome import (
     AckReader,
     AckReceived,
@@ -49,6 +50,7 @@ from dynamo.runtime._wire.records import (
     split_tcp_address,
 )
 from dynamo.runtime._wire.two_part import TwoPart, TwoPartReader, encode_two_part
+from dynamo.runtime.errors import Refused
 from dynamo.runtime.testing import until as until
 
 T = TypeVar("T")
@@ -77,9 +79,10 @@ def make_runtime(
 ) -> DistributedRuntime:
     """A runtime on the running loop, in a store that can be shared.
 
-    Nothing but the lanes comes from the environment.
+    Nothing but the lanes comes from the environment.  Without, calls between runtimes of
+    the test's process go over sockets.
     """
-    lanes = {"DYN_RUNTIME_LANES": os.environ.get("DYN_RUNTIME_LANES", "all")}
+    lanes = {"DYN_RUNTIME_LANES": os.environ.get("DYN_RUNTIME_LANES", "duplex")}
     brief = {"drain_timeout_s": 0.5, "cancel_grace_s": 0.2, "close_timeout_s": 1.0}
     config = dataclasses.replace(from_env(lanes, "mem", "tcp"), **(brief | settings))
     runtime = DistributedRuntime.__new__(DistributedRuntime)
@@ -109,6 +112,36 @@ def body_of(frame: TwoPart | None, codec: str = "msgpack") -> Any:
     assert frame.header == b""
     decode = msgspec.json.decode if codec == "json" else msgspec.msgpack.decode
     return decode(frame.body)
+
+
+async def refusal_of(caller: DistributedRuntime, record: EndpointRecord) -> Refused:
+    """What one hears who has not heard yet that an instance leaves.
+
+    At first he is served.
+    """
+    told: asyncio.Queue[Exception | None] = asyncio.Queue()
+
+    class Asking:
+        def on_reached(self) -> None:
+            told.put_nowait(None)
+
+        def on_started(self) -> None:
+            # Then it may not have been told that it was reached.
+            told.put_nowait(None)
+
+        def on_lost(self, text: str) -> None:
+            told.put_nowait(None)
+
+        def on_refused(self, error: Exception, *, inhibits: bool) -> None:
+            told.put_nowait(error)
+
+    while True:
+        request = CallRequest(call_id="late", value=None, packed=b"\xc0", metadata={})
+        handle = await caller._core.lane.open(record, request, Asking())  # type: ignore[arg-type]
+        error = await told.get()
+        if isinstance(error, Refused):
+            return error
+        handle.kill()
 
 
 class Peer(Generic[Frame]):

@@ -54,6 +54,11 @@ async def idle(request: Any, context: Any) -> AsyncIterator[Any]:
     await asyncio.Event().wait()
 
 
+async def alive(request: Any, context: Any) -> AsyncIterator[Any]:
+    """How many tasks there are on the worker's loop."""
+    yield len(asyncio.all_tasks())
+
+
 HANDLERS: dict[str, Handler] = {
-    one.__name__: one for one in (plain, yielding, timed, echo, blob, idle)
+    one.__name__: one for one in (plain, yielding, timed, echo, blob, idle, alive)
 }

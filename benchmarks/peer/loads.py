@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peer.caller import Caller
-from benchmarks.peer.copies import register_copies
+from benchmarks.peer.copies import Copies
 from benchmarks.peer.handlers import ITEM_PERIOD_S
 
 Measured = dict[str, float]
 Load = Callable[[Caller, dict[str, Any]], Awaitable[Measured]]
 
 SMALL = {"x": 1}
+AT_ONCE = 100
+SETTLING_TURNS = 10
 
 
 class WrongAnswer(Exception):
@@ -196,11 +198,65 @@ async def lateness(caller: Caller, given: dict[str, Any]) -> Measured:
 
 
 async def crowd(caller: Caller, given: dict[str, Any]) -> Measured:
-    """The cost of an item with many streams against the cost with few."""
-    few = await streams(caller, {**given, "streams": given["few"]})
-    many = await streams(caller, given)
-    rate = many["items_per_s"]
-    return {"items_per_s": rate, "cost_ratio": few["items_per_s"] / rate}
+    """The cost of an item with more and more streams, and with most against few."""
+    measured = {}
+    for count, items in given["sizes"]:
+        found = await streams(caller, {**given, "streams": count, "items": items})
+        measured[f"items_per_s@{count}"] = found["items_per_s"]
+    few, many = (measured[f"items_per_s@{count}"] for count in given["compared"])
+    return {**measured, "cost_ratio": few / many}
+
+
+async def cancelled(caller: Caller, given: dict[str, Any]) -> Measured:
+    """What calls leave behind that are cancelled at whatever stage, on both sides."""
+    pids = (os.getpid(), given["worker"])
+
+    async def abandon(number: int) -> None:
+        stream = await caller.open("idle", SMALL)
+        if number % 2:
+            await stream.__anext__()
+        # The last reference goes, and so does the call.
+
+    async def many(count: int) -> None:
+        for first in range(0, count, AT_ONCE):
+            numbers = range(first, first + AT_ONCE)
+            tasks = [asyncio.create_task(abandon(number)) for number in numbers]
+            await asyncio.sleep(0)
+            for task in tasks[::3]:
+                task.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            for end in ends:
+                if isinstance(end, Exception):
+                    raise end
+
+    async def alive() -> int:
+        """Tasks and descriptors of both sides."""
+        (theirs,) = [
+            caller.unwrap(item) async for item in await caller.open("alive", SMALL)
+        ]
+        descriptors = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+        return len(asyncio.all_tasks()) + int(theirs) + descriptors
+
+    async def settled() -> int:
+        """The same when what is being closed is closed."""
+        counts = [await alive()]
+        for _ in range(SETTLING_TURNS):
+            await asyncio.sleep(0.02)
+            counts.append(await alive())
+        return min(counts)
+
+    await many(given["before"])
+    before, memory_before = await settled(), sum(map(_memory_bytes, pids))
+    started = time.perf_counter()
+    await many(given["count"])
+    elapsed = time.perf_counter() - started
+    left = await settled() - before
+    grown = sum(map(_memory_bytes, pids)) - memory_before
+    return {
+        "left": left,
+        "grown_kb": grown / 1024,
+        "calls_per_s": given["count"] / elapsed,
+    }
 
 
 async def memory(caller: Caller, given: dict[str, Any]) -> Measured:
@@ -239,19 +295,24 @@ async def memory(caller: Caller, given: dict[str, Any]) -> Measured:
 
 
 async def instances(caller: Caller, given: dict[str, Any]) -> Measured:
-    """Calls with one registered instance, then a new client and calls with many."""
+    """Calls with one registered instance, then new clients and calls with more."""
     alone = await calls(caller, given)
-    register_copies(Path(os.environ["DYN_FILE_KV"]), "echo", given["count"])
-    started = time.perf_counter()
-    other = await caller.fresh()
-    await other.find("echo", given["count"])
-    listed_s = time.perf_counter() - started
-    many = await calls(other, given)
-    await other.aclose()
+    measured = {"calls_per_s@1": alone["calls_per_s"]}
+    copies, listed_s = Copies(Path(os.environ["DYN_FILE_KV"]), "echo"), 0.0
+    for count in given["counts"]:
+        copies.grow_to(count)
+        started = time.perf_counter()
+        other = await caller.fresh()
+        await other.find("echo", count)
+        listed_s = time.perf_counter() - started
+        many = await calls(other, given)
+        await other.aclose()
+        measured[f"calls_per_s@{count}"] = many["calls_per_s"]
+    most = measured[f"calls_per_s@{max(given['counts'])}"]
     return {
+        **measured,
         "listed_ms": listed_s * 1e3,
-        "calls_per_s": many["calls_per_s"],
-        "speed_kept": many["calls_per_s"] / alone["calls_per_s"],
+        "speed_kept": most / alone["calls_per_s"],
     }
 
 
@@ -266,6 +327,7 @@ LOADS: dict[str, Load] = {
         first_cold,
         lateness,
         crowd,
+        cancelled,
         memory,
         instances,
     )

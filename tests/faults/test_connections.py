@@ -42,6 +42,7 @@ async def count(request: int) -> AsyncIterator[int]:
 # ----------------------------------------------------------------------------- TR-05
 
 
+@pytest.mark.parametrize("each_lane", ["duplex", "callhome"], indirect=True)
 async def test_no_socket_waits_to_fill_a_packet(
     each_lane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

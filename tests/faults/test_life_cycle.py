@@ -375,6 +375,7 @@ async def start_on(programs: Programs, port: int, lanes: str) -> tuple[int, Prog
     return int(await worker.line()), worker
 
 
+@pytest.mark.parametrize("each_lane", ["duplex", "callhome"], indirect=True)
 async def test_a_worker_on_the_port_of_a_killed_one_gets_nothing_that_was_meant_for_it(
     programs: Programs, each_lane: str, client: Client
 ) -> None:

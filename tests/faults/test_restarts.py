@@ -89,6 +89,7 @@ async def start(programs: Programs, client: Client, lanes: str) -> tuple[int, Pr
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("each_lane", ["duplex", "callhome"], indirect=True)
 async def test_a_rolling_restart_under_load_fails_no_call(
     programs: Programs, each_lane: str, client: Client, scale: float
 ) -> None:
@@ -108,6 +109,7 @@ async def test_a_rolling_restart_under_load_fails_no_call(
     assert set(load.outcomes) == {"complete"}
 
 
+@pytest.mark.parametrize("each_lane", ["duplex", "callhome"], indirect=True)
 async def test_a_kill_under_load_fails_no_call_that_was_not_sent(
     programs: Programs, each_lane: str, client: Client, scale: float
 ) -> None:

@@ -229,6 +229,8 @@ async def test_with_files_nothing_but_the_own_machine_is_asked(tmp_path: Path) -
             "DYN_FILE_KV": str(tmp_path),
             "DYN_TCP_RPC_HOST": "127.0.0.1",
             "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
+            # Else nobody would be asked at all.
+            "DYN_RUNTIME_LANES": "duplex",
         },
     )
     out, _ = await asyncio.wait_for(worker.communicate(), LIMIT_S)

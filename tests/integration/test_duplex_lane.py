@@ -6,19 +6,38 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
-from raw_peers import connected_socket, make_runtime, shut_down, until, within
+from raw_peers import (
+    connected_socket,
+    make_runtime,
+    refusal_of,
+    shut_down,
+    until,
+    within,
+)
 
 from dynamo.runtime import Client, Context, DistributedRuntime
 from dynamo.runtime._calls.streams import ResponseSender
+from dynamo.runtime._discovery.memory import MemoryStore
 from dynamo.runtime._transports.duplex_client import _Link, _WorkerConnection
 from dynamo.runtime._transports.duplex_worker import DuplexWorkerConnection
-from dynamo.runtime._wire.duplex import LAST_ID_TO_OPEN
-from dynamo.runtime._wire.duplex_frames import PREFACE
+from dynamo.runtime._wire.duplex import LAST_ID_TO_OPEN, ClientSide
+from dynamo.runtime._wire.duplex_frames import (
+    CONNECTION_CREDIT,
+    HELLO,
+    PREFACE,
+    REQUEST,
+    Hello,
+    RequestHead,
+    encode_frame,
+    encode_hello,
+    encode_request,
+)
 from dynamo.runtime._wire.records import (
     INSTANCES,
     EndpointName,
@@ -28,6 +47,7 @@ from dynamo.runtime._wire.records import (
 )
 from dynamo.runtime.errors import (
     CallTimeout,
+    CannotListen,
     ConnectionFailed,
     MessageTooLarge,
     Overloaded,
@@ -38,6 +58,8 @@ from dynamo.runtime.errors import (
 )
 from dynamo.runtime.testing import Cut, FaultProxy
 
+MIB = 1024 * 1024
+MAX_BYTES = 32 * MIB
 PATH = "t.w.e"
 NAME = EndpointName("t", "w", "e")
 
@@ -96,6 +118,20 @@ class Link:
     def connections(self) -> int:
         links = self.caller._core.lane.duplex._links.values()
         return sum(len(link._connections) for link in links)
+
+    @property
+    def links(self) -> list[_Link]:
+        return list(self.caller._core.lane.duplex._links.values())
+
+    @property
+    def ready(self) -> int:
+        """How many connections take calls."""
+        return sum(len(link._ready) for link in self.links)
+
+    @property
+    def loads(self) -> list[int]:
+        """How many calls each of them has, in the order in which they were opened."""
+        return [len(one.side.streams) for link in self.links for one in link._ready]
 
     @property
     def at_worker(self) -> DuplexWorkerConnection:
@@ -336,6 +372,46 @@ async def test_an_unknown_endpoint_is_refused_by_name() -> None:
             await link.call(1)
 
 
+async def test_a_refused_call_goes_to_another_instance_by_itself() -> None:
+    """From a worker that is full, and from one that no longer serves the endpoint."""
+    store = MemoryStore()
+    hush = Hush()
+    full = make_runtime(store, worker_pool_size=1, work_queue_size=0)
+    free = make_runtime(store)
+    caller = make_runtime(store)
+    serving = [
+        full.endpoint(PATH).serve_endpoint(Hush()),
+        free.endpoint(PATH).serve_endpoint(hush),
+    ]
+    client = await caller.endpoint(PATH).client()
+    await until(lambda: len(client.instance_ids()) == 2)
+    full_id = full._core.backend.connection_id
+
+    async def four_calls_arrive() -> None:
+        before = hush.running
+        for _ in range(4):
+            stream = await within(client.round_robin("b", annotated=False))
+            assert await within(stream.__anext__()) == "b"
+            stream.cancel()
+        assert hush.running == before + 4
+
+    running = await within(client.direct("a", full_id, annotated=False))
+    waiting = client.direct("a", full_id)
+    await until(lambda: full._core._served[0].in_flight == 2)
+    await four_calls_arrive()
+    running.cancel()
+    (await within(waiting)).cancel()
+    await until(lambda: not full._core._served[0].in_flight)
+    server = full._core._server
+    assert server is not None
+    ((path, taker),) = server._served.items()
+    assert server.forget(path, taker)
+    await four_calls_arrive()
+    for runtime in (caller, full, free):
+        await shut_down(runtime)
+    await within(asyncio.gather(*serving))
+
+
 async def test_too_large_a_request_is_refused_before_it_is_sent() -> None:
     async with linked(echo, max_message_bytes=100_000) as link:
         assert len((await link.items(bytes(99_000)))[0]) == 99_000
@@ -456,6 +532,28 @@ async def test_a_large_item_lets_the_items_of_others_pass() -> None:
         assert [len(item) async for item in large] == [8_000_000]
 
 
+async def test_tokens_of_many_streams_pass_a_large_answer_on_the_same_connection() -> (
+    None
+):
+    async def either(request: Any) -> AsyncIterator[Any]:
+        if request == "large":
+            yield bytes(30_000_000)
+        else:
+            for number in range(20):
+                yield number
+                await asyncio.sleep(0)
+
+    async with linked(either) as link:
+        # Two hundred times its credit: it comes in as many turns at least.
+        large = await link.call("large")
+        whole = asyncio.get_running_loop().create_task(read_all(large))
+        lists = await asyncio.gather(*(link.items("small") for _ in range(100)))
+        assert not whole.done()
+        assert lists == [list(range(20))] * 100
+        assert [len(item) for item in await whole] == [30_000_000]
+        assert link.relay.accepted == 1
+
+
 async def test_4000_streams_at_once_with_default_limits() -> None:
     gate = asyncio.Event()
 
@@ -488,6 +586,37 @@ async def test_nothing_is_left_of_thousands_of_cancelled_calls() -> None:
         stream = await link.call("again")
         assert await stream.__anext__() == "again"
         stream.cancel()
+
+
+@pytest.mark.slow
+async def test_no_credit_is_lost_with_cancelled_calls(scale: float) -> None:
+    """Each ends in another state: with items under way, parked for credit, silent."""
+
+    async def some(request: Any) -> AsyncIterator[Any]:
+        size, times = {0: (100_000, 20), 1: (0, 0)}.get(request % 20, (1000, 5))
+        for _ in range(times):
+            yield bytes(size)
+        await asyncio.Event().wait()
+
+    async with linked(some) as link:
+        # Ten seconds on a busy machine are 10,000 calls.
+        for _ in range(20 if scale <= 1 else int(100 * scale)):
+            streams = await asyncio.gather(*(link.call(n) for n in range(100)))
+            for stream in streams[::2]:
+                await asyncio.sleep(0)
+                stream.cancel()
+            for stream in streams[1::2]:
+                stream.cancel()
+        await until(lambda: link.in_flight == 0)
+        near, far = link.connection.side, link.at_worker.side
+        # What one side may send is what the other has room for.
+        await until(lambda: (near._credit, far._credit) == (far._room, near._room))
+        assert 2 * min(near._credit, far._credit) > CONNECTION_CREDIT
+        assert not near.streams
+        assert not near.waiting
+        assert not far.streams
+        assert not far.waiting
+        assert link.relay.accepted == 1
 
 
 # ------------------------------------------------------------ connections that are lost
@@ -573,6 +702,46 @@ async def test_a_silent_peer_is_dead_after_a_while_on_both_sides() -> None:
         link.relay.flow()
 
 
+async def test_a_first_item_that_takes_its_time_is_waited_for() -> None:
+    """Slow is not dead: the loops answer pings while the handler thinks."""
+    think = asyncio.Event()
+
+    async def slow(request: Any) -> AsyncIterator[Any]:
+        await think.wait()
+        yield "at last"
+
+    async with linked(slow, ping_interval_s=0.1, ping_timeout_s=0.5) as link:
+        stream = await link.call()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        # Ten times as long as a peer may be silent for would show no more.
+        await until(lambda: loop.time() - began > 1.5)
+        think.set()
+        assert await read_all(stream) == ["at last"]
+        assert link.relay.accepted == 1
+
+
+async def test_a_side_that_stood_still_does_not_blame_the_other() -> None:
+    """Also if nothing arrived meanwhile: the other one had no reason to speak."""
+    hush = Hush()
+    async with linked(hush) as link:
+        lane = link.caller._core.lane.duplex
+        lane.config = dataclasses.replace(
+            lane.config, ping_interval_s=0.05, ping_timeout_s=0.2
+        )
+        stream = await link.call("x")
+        assert await stream.__anext__() == "x"
+        connection = link.connection
+        asked = link.relay.passed["up"]
+        await until(lambda: link.relay.passed["up"] > asked)
+        for _ in range(2):
+            time.sleep(0.4)
+            asked = link.relay.passed["up"]
+            await until(lambda n=asked: link.relay.passed["up"] > n)
+        assert connection.is_open
+        stream.cancel()
+
+
 async def test_an_idle_connection_is_closed_and_the_next_call_opens_another() -> None:
     async with linked(count, ping_interval_s=0.02, host_idle_ttl_s=0.05) as link:
         assert await link.items(1) == [0]
@@ -598,7 +767,12 @@ async def test_a_connection_at_the_end_of_its_ids_gives_way_to_another() -> None
 # ---------------------------------------------------------------------- choosing a lane
 
 
-@pytest.mark.parametrize("answer", [None, b"\x00\x00\x00\x00", b"HTTP/1.1 400 Bad"])
+LATER_HELLO = PREFACE + encode_frame(HELLO, 0, encode_hello(Hello(lowest=2, highest=3)))
+
+
+@pytest.mark.parametrize(
+    "answer", [None, b"\x00\x00\x00\x00", b"HTTP/1.1 400 Bad", LATER_HELLO]
+)
 async def test_a_port_without_the_lane_is_called_the_other_way_and_remembered(
     answer: bytes | None,
 ) -> None:
@@ -802,3 +976,211 @@ async def test_a_request_cut_in_the_middle_was_never_started() -> None:
         assert caught.value.retryable
         link.relay.cut = Cut()
         assert await link.items(3) == [3]
+
+
+async def test_a_runtime_that_shares_its_port_says_no_go_away() -> None:
+    """GOAWAY would be for the whole connection: the other runtime takes calls on it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store = MemoryStore()
+    hush = Hush()
+    workers = [
+        make_runtime(store, rpc_port=port, drain_timeout_s=5.0) for _ in range(2)
+    ]
+    serving = [one.endpoint(PATH).serve_endpoint(hush) for one in workers]
+    caller = make_runtime(store)
+    client = await caller.endpoint(PATH).client()
+    await until(lambda: len(client.instance_ids()) == 2)
+    leaves, stays = (one._core.backend.connection_id for one in workers)
+    record = client._home.instances.get(leaves)
+    assert record is not None
+
+    async def begun(instance_id: int) -> Any:
+        stream = await client.direct("x", instance_id, annotated=False)
+        assert await stream.__anext__() == "x"
+        return stream
+
+    streams = [await begun(leaves), await begun(stays)]
+    (link,) = caller._core.lane.duplex._links.values()
+    (connection,) = link._connections
+    workers[0].shutdown()
+    await until(lambda: client.instance_ids() == [stays])
+    refusal = await within(refusal_of(caller, record))
+    assert "is draining" in str(refusal)
+    assert not connection.side.going_away
+    streams.append(await begun(stays))
+    streams.pop(0).cancel()
+    await within(serving[0])
+    streams.append(await begun(stays))
+    assert link._connections == {connection}
+    workers[1].shutdown()
+    await until(lambda: connection.side.going_away)
+    for stream in streams:
+        stream.cancel()
+    await within(serving[1])
+    await shut_down(caller)
+
+
+async def test_a_client_that_cannot_be_connected_to_calls_all_the_same() -> None:
+    """As behind a firewall: were anything to call back, its listener would fail."""
+
+    async def double(requests: Any) -> AsyncIterator[Any]:
+        async for value in requests:
+            yield 2 * value
+
+    hush = Hush()
+    store = MemoryStore()
+    worker = make_runtime(store)
+    serving = [
+        worker.endpoint(PATH).serve_endpoint(hush),
+        worker.endpoint("t.w.double").serve_bidirectional_endpoint(double),
+    ]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        caller = make_runtime(store, response_port=taken.getsockname()[1])
+        with pytest.raises(CannotListen):
+            await caller._core.lane.callhome.listener.start()
+        client = await caller.endpoint(PATH).client()
+        await client.wait_for_instances(timeout=5)
+        stream = await client.random("x", annotated=False)
+        assert await stream.__anext__() == "x"
+        stream.cancel()
+        await until(lambda: hush.ended == 1)
+        doubling = await caller.endpoint("t.w.double").client()
+        await doubling.wait_for_instances(timeout=5)
+        answers = await doubling.bidirectional(range(10), annotated=False)
+        assert await read_all(answers) == [2 * n for n in range(10)]
+    await shut_down(caller)
+    await shut_down(worker)
+    await asyncio.gather(*serving)
+
+
+async def test_a_peer_that_reads_nothing_of_what_it_makes_us_say_is_cut_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Refusals need no credit: 32 MiB of them are the most that is kept for anybody."""
+    async with linked(count) as link:
+        server, host, port = await link.worker._core.request_server()
+        sock = await connected_socket(host, port)
+        loop = asyncio.get_running_loop()
+        side = ClientSide(Hello())
+        await loop.sock_sendall(sock, b"".join(side.out))
+        head = encode_request(RequestHead("i", "p" * 4000), b"", MAX_BYTES)
+        kept = 0
+        with pytest.raises(ConnectionError):  # noqa: PT012 - one of many fails
+            for number in range(1, 30_000):
+                frame = encode_frame(REQUEST, number, head)
+                await within(loop.sock_sendall(sock, frame))
+                (connection,) = server._connections
+                transport = connection._transport
+                if transport is not None:
+                    kept = max(kept, transport.get_write_buffer_size())
+        assert "does not read what it is sent" in caplog.text
+        assert 31 * MIB < kept < 33 * MIB
+        sock.close()
+        assert await link.items(2) == [0, 1]
+
+
+# ------------------------------------------------------- more than one per worker process
+
+
+async def test_another_connection_is_opened_when_each_has_a_call() -> None:
+    hush = Hush()
+    async with linked(hush, duplex_connections=3) as link:
+        streams = [await link.call("a")]
+        assert link.connections == 1
+        streams += [await link.call("b")]
+        await until(lambda: link.ready == 2)
+        assert link.loads == [2, 0]
+        streams += [await link.call("c") for _ in range(2)]
+        await until(lambda: link.ready == 3)
+        streams += [await link.call("d") for _ in range(8)]
+        # The least busy one gets the next call.
+        assert link.loads == [4, 4, 4]
+        assert link.relay.accepted == 3
+        for stream in streams:
+            stream.cancel()
+        await until(lambda: hush.ended == 12)
+        assert link.connections == 3
+
+
+async def test_no_call_waits_for_a_further_connection_or_fails_with_it() -> None:
+    hush = Hush()
+    async with linked(hush, duplex_connections=2, connect_timeout_s=0.2) as link:
+        streams = [await link.call("a")]
+        link.relay.cut = Cut(up=0, how="silent")
+        streams += [await within(link.call("b"), 0.2 * 0.9)]
+        await until(lambda: link.relay.accepted == 2)
+        await until(lambda: link.links[0]._opening is None)
+        assert link.ready == 1
+        link.relay.cut = Cut()
+        streams += [await link.call("c")]
+        await until(lambda: link.ready == 2)
+        assert [await one.__anext__() for one in streams] == ["a", "b", "c"]
+        for stream in streams:
+            stream.cancel()
+
+
+async def test_one_after_the_other_needs_no_second_connection() -> None:
+    async with linked(count, duplex_connections=3) as link:
+        for _ in range(20):
+            assert await link.items(2) == [0, 1]
+        assert link.relay.accepted == 1
+
+
+async def test_of_several_connections_those_that_idle_are_closed() -> None:
+    hush = Hush()
+    async with linked(
+        hush, duplex_connections=2, ping_interval_s=0.02, host_idle_ttl_s=0.05
+    ) as link:
+        kept = await link.call("a")
+        other = await link.call("b")
+        await until(lambda: link.ready == 2)
+        third = await link.call("c")
+        assert sorted(link.loads) == [1, 2]
+        for stream in (other, third):
+            stream.cancel()
+        await until(lambda: link.loads == [1])
+        assert await kept.__anext__() == "a"
+        kept.cancel()
+        await until(lambda: link.connections == 0)
+
+
+async def test_a_connection_that_is_lost_takes_only_its_own_calls_with_it() -> None:
+    hush = Hush()
+    async with linked(hush, duplex_connections=2) as link:
+        first = await link.call("a")
+        second = await link.call("b")
+        await until(lambda: link.ready == 2)
+        third = await link.call("c")
+        streams = [first, second, third]
+        assert [await one.__anext__() for one in streams] == ["a", "b", "c"]
+        assert link.loads == [2, 1]
+        lost, _ = link.links[0]._ready
+        lost.abort()
+        for stream in (first, second):
+            with pytest.raises(StreamBroken):
+                await stream.__anext__()
+        fourth = await link.call("d")
+        assert await fourth.__anext__() == "d"
+        await until(lambda: link.ready == 2)
+        for stream in (third, fourth):
+            stream.cancel()
+
+
+async def test_a_draining_worker_refuses_on_all_of_its_connections() -> None:
+    hush = Hush()
+    async with linked(hush, duplex_connections=2, drain_timeout_s=5.0) as link:
+        streams = [await link.call("a"), await link.call("b")]
+        await until(lambda: link.ready == 2)
+        link.worker.shutdown()
+        connections = list(link.links[0]._ready)
+        await until(lambda: all(one.side.going_away for one in connections))
+        for _ in range(3):
+            with pytest.raises(Refused, match="is draining"):
+                await link.call("c")
+        for stream in streams:
+            stream.cancel()
+        await within(link.serving)
+        await until(lambda: link.connections == 0)

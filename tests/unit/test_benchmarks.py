@@ -15,7 +15,7 @@ from benchmarks.processes import Failed, Process
 from benchmarks.rounds import Results
 from benchmarks.workloads import BARS, WORKLOADS, Bar, chosen, metric_of
 
-BAR = Bar("small calls", "calls-32", 20)
+BAR = Bar("small calls", "calls-32", 20, 30)
 PROGRAM = "import sys, time; print('{\"pid\": 1}', flush=True); "
 
 
@@ -72,7 +72,7 @@ def test_a_bar_is_judged_by_the_median(ours: float, verdict: str) -> None:
 
 
 def test_a_bar_with_an_upper_limit_is_missed_above_it() -> None:
-    late = Bar("late", "late-4mib", 10, None, limit="most")
+    late = Bar("late", "late-4mib", 10, 5, None, limit="most")
     assert late.holds(10)
     assert not late.holds(10.1)
 
@@ -83,6 +83,21 @@ def test_every_bar_speaks_of_peers_that_its_workload_measures() -> None:
         named = {bar.peer, bar.against or bar.peer}
         assert named <= set(by_name[bar.workload].peers), bar
         assert metric_of(bar)
+
+
+def test_no_goal_asks_for_less_than_must_be_reached() -> None:
+    assert all(bar.holds(bar.goal) for bar in BARS)
+
+
+def test_figures_at_several_sizes_have_a_table_of_their_own() -> None:
+    rounds = [{"rate@1": 10.0, "rate@1000": 4.0, "ratio": 3.0}, {"error": "cut"}]
+    found: Results = {"crowd-4000": {"ours": [*rounds, {"rate@1": 30.0}]}}
+    lines = [line.split() for line in report.growth_table(found).splitlines()]
+    assert lines[1:] == [
+        ["crowd-4000", "ours", "1", "20", "[10..30]", "rate"],
+        ["crowd-4000", "ours", "1000", "4", "[4..4]", "rate"],
+    ]
+    assert report.growth_table(results([1.0], [1.0])) == ""
 
 
 def test_every_peer_of_a_workload_can_be_started() -> None:

@@ -45,6 +45,7 @@ NUMBERS = [
     ("DYN_TCP_GLOBAL_CONNECT_LIMIT", "global_connect_limit", 64, " 2 ", 2),
     ("DYN_TCP_WORKER_POOL_SIZE", "worker_pool_size", 10_000, "1", 1),
     ("DYN_TCP_WORK_QUEUE_SIZE", "work_queue_size", 40_000, "7", 7),
+    ("DYN_RUNTIME_DUPLEX_CONNECTIONS", "duplex_connections", 1, "4", 4),
     ("DYN_RUNTIME_EJECTION_FAILURES", "ejection_failures", 3, "0", 0),
 ]
 SECONDS = [
@@ -63,6 +64,8 @@ SECONDS = [
     ),
     ("DYN_RUNTIME_BLOCKED_LOOP_SECS", "blocked_loop_s", 1.0, "0", 0.0),
     ("DYN_RUNTIME_CANCEL_GRACE_SECS", "cancel_grace_s", 5.0, "0", 0.0),
+    ("DYN_RUNTIME_PING_INTERVAL_SECS", "ping_interval_s", 20.0, "0.5", 0.5),
+    ("DYN_RUNTIME_PING_TIMEOUT_SECS", "ping_timeout_s", 60.0, "40", 40.0),
     ("DYN_RUNTIME_CALL_TIMEOUT_SECS", "call_timeout_s", math.inf, "60", 60.0),
     (
         "DYN_RUNTIME_FIRST_ITEM_TIMEOUT_SECS",
@@ -103,6 +106,7 @@ def test_a_variable_sets_its_value_and_only_that(
         ("DYN_TCP_GLOBAL_CONNECT_LIMIT", "from 1 to"),
         ("DYN_TCP_WORKER_POOL_SIZE", "from 1 to"),
         ("DYN_TCP_WORK_QUEUE_SIZE", "from 1 to"),
+        ("DYN_RUNTIME_DUPLEX_CONNECTIONS", "from 1 to 1024"),
     ],
 )
 @pytest.mark.parametrize("text", ["-1", "ten", "1.5", "1_000", "٣", HUGE])
@@ -124,6 +128,8 @@ def test_a_bad_number_is_an_error_that_says_what_is_allowed(
         ("DYN_TCP_WORK_QUEUE_SIZE", "0"),
         ("DYN_TCP_MAX_MESSAGE_SIZE", "1023"),
         ("DYN_TCP_MAX_MESSAGE_SIZE", "4294967296"),
+        ("DYN_RUNTIME_DUPLEX_CONNECTIONS", "0"),
+        ("DYN_RUNTIME_DUPLEX_CONNECTIONS", "1025"),
     ],
 )
 def test_a_number_just_outside_its_limits_is_refused(variable: str, text: str) -> None:
@@ -147,6 +153,18 @@ def test_a_bad_time_is_an_error_that_says_what_is_allowed(
 def test_a_limit_of_no_time_at_all_is_refused(variable: str) -> None:
     with pytest.raises(ValueError, match=f"{variable}='0'.* at least 0.001"):
         named(**{variable: "0"})
+
+
+def test_a_peer_may_be_silent_for_two_pings_at_least() -> None:
+    """With less, a healthy peer would be dead before it was asked."""
+    interval, limit = "DYN_RUNTIME_PING_INTERVAL_SECS", "DYN_RUNTIME_PING_TIMEOUT_SECS"
+    assert named(**{interval: "5", limit: "10"}).ping_timeout_s == 10.0
+    with pytest.raises(ValueError, match=f"{limit}='9.9'.* seconds, at least 10$"):
+        named(**{interval: "5", limit: "9.9"})
+    assert named(**{interval: "5"}).ping_timeout_s == 60.0
+    assert named(**{interval: "30"}).ping_timeout_s == 90.0
+    with pytest.raises(ValueError, match=f"{interval}='0'.* at least 0.01"):
+        named(**{interval: "0"})
 
 
 def test_the_codec_is_msgpack_unless_json_is_asked_for() -> None:

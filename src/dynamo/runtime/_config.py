@@ -22,6 +22,8 @@ _LOOPBACK = "127.0.0.1"
 _NO_DEVICE = ("", "-1", "none", "void")
 _BACKENDS = ("file", "mem", "etcd", "kubernetes")
 _PLANES = ("tcp", "nats")
+# The lane within one process and loop.
+LOCAL = "local"
 # What an error shows of a value: Python reads no number of more than 4,300 digits.
 _SHOWN_CHARACTERS = 60
 
@@ -54,6 +56,7 @@ class RuntimeConfig:
     global_connect_limit: int
     host_idle_ttl_s: float
     lanes: tuple[str, ...]
+    duplex_connections: int
     ping_interval_s: float
     ping_timeout_s: float
 
@@ -74,6 +77,11 @@ class RuntimeConfig:
 
     status_port: int | None
     network: Network = SOCKETS
+
+    @property
+    def advertised_lanes(self) -> tuple[str, ...]:
+        """Those of which other processes should know."""
+        return tuple(lane for lane in self.lanes if lane != LOCAL)
 
 
 class _Reader:
@@ -242,8 +250,20 @@ def _admission(read: _Reader) -> tuple[int, int]:
 
 def _lanes(read: _Reader) -> tuple[str, ...]:
     """The lanes beyond call-home, which is always there."""
-    forced = read.choice("DYN_RUNTIME_LANES", "all", ("all", "callhome"))
-    return () if forced == "callhome" else ("duplex",)
+    lanes = {"all": (LOCAL, "duplex"), "duplex": ("duplex",), "callhome": ()}
+    return lanes[read.choice("DYN_RUNTIME_LANES", "all", tuple(lanes))]
+
+
+def _pings(read: _Reader) -> tuple[float, float]:
+    """After how much silence a peer is asked for a sign of life, and when it is dead."""
+    interval_s = read.seconds("DYN_RUNTIME_PING_INTERVAL_SECS", 20.0, least=0.01)
+    # The question goes out after one and a half intervals at the latest.
+    timeout_s = read.seconds(
+        "DYN_RUNTIME_PING_TIMEOUT_SECS",
+        max(60.0, 3 * interval_s),
+        least=2 * interval_s,
+    )
+    return interval_s, timeout_s
 
 
 def _status_port(read: _Reader) -> int | None:
@@ -325,6 +345,7 @@ def from_env(
         return _LOOPBACK if local else _routable_address()
 
     running, waiting = _admission(read)
+    ping_interval_s, ping_timeout_s = _pings(read)
     return RuntimeConfig(
         discovery_backend=discovery_backend or "file",
         request_plane=request_plane or chosen_plane(env),
@@ -350,10 +371,11 @@ def from_env(
         global_connect_limit=read.whole("DYN_TCP_GLOBAL_CONNECT_LIMIT", 64, least=1),
         host_idle_ttl_s=read.seconds("DYN_TCP_HOST_IDLE_TTL_SECS", 300.0),
         lanes=_lanes(read),
-        ping_interval_s=read.seconds(
-            "DYN_RUNTIME_PING_INTERVAL_SECS", 20.0, least=0.01
+        duplex_connections=read.whole(
+            "DYN_RUNTIME_DUPLEX_CONNECTIONS", 1, least=1, most=1024
         ),
-        ping_timeout_s=read.seconds("DYN_RUNTIME_PING_TIMEOUT_SECS", 60.0, least=0.02),
+        ping_interval_s=ping_interval_s,
+        ping_timeout_s=ping_timeout_s,
         worker_pool_size=running,
         work_queue_size=waiting,
         codec=read.choice("DYN_REQUEST_PLANE_CODEC", "msgpack", ("msgpack", "json")),

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dynamo.runtime._discovery import DiscoveryBackend
     from dynamo.runtime._transports import Rejection
     from dynamo.runtime._transports.callhome_worker import Replies
-    from dynamo.runtime._transports.duplex_worker import DuplexCall
+    from dynamo.runtime._transports.duplex_worker import DirectCall
     from dynamo.runtime._transports.tcp_server import RequestServer
     from dynamo.runtime._wire.callhome import RequestReceived
 
@@ -153,7 +153,7 @@ class ServedEndpoint:
 
     # `Taker`: what came over the port.
 
-    def take_call(self, call: DuplexCall) -> Rejection | None:
+    def take_call(self, call: DirectCall) -> Rejection | None:
         call.replies = self._home.replies
         return self._ingress.offer(call)
 
@@ -225,7 +225,7 @@ async def register(
         address=tcp_address(host, port, endpoint_wire_path(name, instance_id)),
         device_type=home.config.device_type,
         codec=home.config.codec,
-        lanes=home.config.lanes,
+        lanes=home.config.advertised_lanes,
         ours=True,
     )
     home.on_register()

@@ -23,6 +23,7 @@ from dynamo.runtime._calls.choosing import ClientHome
 from dynamo.runtime._calls.context import Drain
 from dynamo.runtime._calls.inbox import on_loop
 from dynamo.runtime._config import (
+    LOCAL,
     RuntimeConfig,
     advertised_host,
     check_planes,
@@ -38,8 +39,9 @@ from dynamo.runtime._sealed import Sealed
 from dynamo.runtime._transports.callhome_worker import Replies
 from dynamo.runtime._transports.connection import spawn
 from dynamo.runtime._transports.lanes import Lanes
+from dynamo.runtime._transports.local import announce
 from dynamo.runtime._transports.tcp_server import RequestServer, SharedServers
-from dynamo.runtime._wire.records import EndpointName, parse_endpoint_path
+from dynamo.runtime._wire.records import EndpointName, TcpAddress, parse_endpoint_path
 from dynamo.runtime.errors import RuntimeClosed
 
 if TYPE_CHECKING:
@@ -184,7 +186,10 @@ class _Core:
                     late, self._server = self._server, None
                     SharedServers.release(late)
                     raise RuntimeClosed("the runtime was shut down")
-        return self._server, advertised_host(self.config.rpc_host), self._port
+            host = advertised_host(self.config.rpc_host)
+            if LOCAL in self.config.lanes:
+                announce(TcpAddress(host, self._port, "").authority, self._server)
+        return self._server, host, self._port
 
     async def client_home(self, name: EndpointName) -> ClientHome:
         if self.closing:

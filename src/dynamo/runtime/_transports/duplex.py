@@ -131,8 +131,11 @@ class DuplexConnection(Connection):
     def _check(self) -> None:
         now = self._loop.time()
         interval_s = self._config.ping_interval_s
-        if now - self._pulse_at > _LATE_SHARE * interval_s:
-            # We were late ourselves: what arrived meanwhile is still in the socket.
+        late_s = now - self._pulse_at
+        if late_s > _LATE_SHARE * interval_s:
+            # We stood still ourselves: that is no silence of the peer, and what arrived
+            # meanwhile is still in the socket.
+            self._heard_at = min(now, self._heard_at + late_s)
             self._schedule_pulse(_LATE_SHARE * interval_s)
             return
         silence_s = now - self._heard_at

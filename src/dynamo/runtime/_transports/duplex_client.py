@@ -1,4 +1,4 @@
-"""The client's end of the duplex lane: a connection per worker process, and its calls.
+"""The client's end of the duplex lane: connections per worker process, and their calls.
 
 A connection is opened on first use, re-opened with a back-off, and closed when it is
 idle.  Knows nothing of choosing or retrying; says which calls were never started.
@@ -71,7 +71,7 @@ _log = logging.getLogger("dynamo.runtime.duplex")
 
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 0.2
-_LOST_TEXT = "Stream ended before generation completed"
+LOST_TEXT = "Stream ended before generation completed"
 
 
 class NoDuplex(CallError):
@@ -232,7 +232,7 @@ class _Call:
         elif kind == REFUSED:
             self._on_refused(payload)
         else:
-            self._events.on_lost(_LOST_TEXT)
+            self._events.on_lost(LOST_TEXT)
 
     def _on_error(self, error: ErrorObject) -> None:
         self._events.on_failed(settled(error))
@@ -250,7 +250,7 @@ class _Call:
         elif refusal.code == TOO_LARGE:
             error = too_large_there(refusal.text)
         else:
-            error = _draining(self._record, refusal.text)
+            error = draining(self._record, refusal.text)
         inhibits = refusal.code not in (OVERLOADED, TOO_LARGE)
         self._events.on_refused(error, inhibits=inhibits)
 
@@ -268,10 +268,11 @@ class _Call:
         if never_left or not self._acknowledged:
             self._events.on_refused(error, inhibits=True)
         else:
-            self._events.on_lost(_LOST_TEXT)
+            self._events.on_lost(LOST_TEXT)
 
 
-def _draining(record: EndpointRecord, text: str = "") -> Refused:
+def draining(record: EndpointRecord, text: str = "") -> Refused:
+    """The worker takes no new calls, or not this one."""
     path = callable_address(record).path
     text = text or f"Server unavailable: endpoint {path} is draining"
     return Refused(f"Unavailable: {text}", instance_id=record.instance_id)
@@ -313,7 +314,7 @@ class _WorkerConnection(DuplexConnection):
         assert self.side.peer is not None
         limit = self._config.max_message_bytes
         payload = encode_request(
-            _head_of(path, record.codec, request), body or b"", limit
+            head_of(path, record.codec, request), body or b"", limit
         )
         limit_there = self.side.peer.max_message_bytes or limit
         if len(payload) > limit_there:
@@ -343,6 +344,10 @@ class _WorkerConnection(DuplexConnection):
             error = RuntimeClosed("the runtime was shut down during the call")
             call.refuse(error, inhibits=False)
         self._close_if_done()
+
+    @property
+    def takes_calls(self) -> bool:
+        return self.is_open and self.side.usable
 
     @property
     def idle(self) -> bool:
@@ -453,7 +458,12 @@ class _WorkerConnection(DuplexConnection):
                 stream.owner.on_lost(failed, never_left=not left)
 
 
-def _head_of(path: str, codec: str, request: CallRequest) -> RequestHead:
+def head_of(path: str, codec: str, request: CallRequest) -> RequestHead:
+    """What a request says about itself.
+
+    Raises:
+        CallTimeout: its deadline has passed.
+    """
     return RequestHead(
         request.call_id,
         path,
@@ -466,7 +476,11 @@ def _head_of(path: str, codec: str, request: CallRequest) -> RequestHead:
 
 
 class _Link:
-    """The way to one worker process: a connection, or how to make one."""
+    """The way to one worker process: its connections, or how to make one.
+
+    Usually one.  With ``DYN_RUNTIME_DUPLEX_CONNECTIONS`` more of them, another is opened
+    when each that is there has a call; that call does not wait for it.
+    """
 
     def __init__(self, lane: DuplexClientLane, address: TcpAddress) -> None:
         self.loop = lane.loop
@@ -475,7 +489,8 @@ class _Link:
         self._lane = lane
         self._host = address.host
         self._port = address.port
-        self._connection: _WorkerConnection | None = None
+        # Those that take calls, and all.
+        self._ready: list[_WorkerConnection] = []
         self._connections: set[_WorkerConnection] = set()
         self._opening: asyncio.Task[_WorkerConnection] | None = None
         self._failures = 0
@@ -501,39 +516,58 @@ class _Link:
         if connection is None:
             connection = await self._opened()
             if connection.side.going_away:
-                raise _draining(record)
+                raise draining(record)
             if not connection.is_open:
                 # Lost between the turn in which it stood and this one.
                 raise self.failed("it was closed as soon as it stood")
         return connection
 
     def standing(self, record: EndpointRecord) -> _WorkerConnection | None:
-        """A connection that takes a call now, or None.
+        """The connection that takes a call now, or None.
 
         Raises:
             Refused: the worker takes no new calls.
         """
-        connection = self._connection
-        if connection is None or not connection.is_open:
-            return None
-        if connection.side.going_away:
-            raise _draining(record)
-        if not connection.side.usable:
-            # It has come near the end of its ids: a new one takes over.
-            self._connection = None
-            connection.retire()
-            return None
+        connection = self._least_busy()
+        if connection is not None and connection.side.going_away:
+            raise draining(record)
         return connection
+
+    def _least_busy(self) -> _WorkerConnection | None:
+        """The best there is; sees to it that there will be enough."""
+        ready = self._ready
+        for connection in ready:
+            if not connection.takes_calls:
+                return self._retired(connection)
+        if not ready:
+            return None
+        least = ready[0] if len(ready) == 1 else min(ready, key=_calls_on)
+        if len(ready) < self.config.duplex_connections and _calls_on(least):
+            self._open_another()
+        return least
+
+    def _open_another(self) -> None:
+        """Beside the call that would have liked it."""
+        if self.loop.time() >= self._not_before:
+            self._open_soon()
+
+    def _retired(self, connection: _WorkerConnection) -> _WorkerConnection | None:
+        """One that takes no calls gives way to others."""
+        if connection.is_open and connection.side.going_away:
+            # The worker drains, and says so on all of them.
+            return connection
+        self._ready.remove(connection)
+        if connection.is_open:
+            # It has come near the end of its ids.
+            connection.retire()
+        return self._least_busy()
 
     async def _opened(self) -> _WorkerConnection:
         """Open one connection, whatever the number of calls that want it."""
         if self.loop.time() < self._not_before:
             # Nobody waits to hear what is known: another instance may take the call.
             raise self.failed(f"{self._last_failure} (a moment ago)")
-        if self._opening is None:
-            self._opening = spawn(self.loop, self._open())
-            self._opening.add_done_callback(self._on_opened)
-        opening = self._opening
+        opening = self._open_soon()
         await asyncio.wait((opening,))
         if opening.cancelled():
             raise RuntimeClosed("the runtime was shut down while connecting")
@@ -544,6 +578,12 @@ class _Link:
         if error is not None:
             raise error
         return opening.result()
+
+    def _open_soon(self) -> asyncio.Task[_WorkerConnection]:
+        if self._opening is None:
+            self._opening = spawn(self.loop, self._open())
+            self._opening.add_done_callback(self._on_opened)
+        return self._opening
 
     async def _open(self) -> _WorkerConnection:
         limit_s = self.config.connect_timeout_s
@@ -585,7 +625,7 @@ class _Link:
         if task.exception() is None:
             self._failures = 0
             self._not_before = 0.0
-            self._connection = task.result()
+            self._ready.append(task.result())
             return
         error = task.exception()
         facts = error.facts if isinstance(error, CallError) else {}
@@ -598,8 +638,8 @@ class _Link:
 
     def forget(self, connection: _WorkerConnection) -> None:
         self._connections.discard(connection)
-        if self._connection is connection:
-            self._connection = None
+        if connection in self._ready:
+            self._ready.remove(connection)
 
     @property
     def connections(self) -> tuple[_WorkerConnection, ...]:
@@ -620,6 +660,10 @@ class _Link:
     def abort(self) -> None:
         for connection in list(self._connections):
             connection.abort()
+
+
+def _calls_on(connection: _WorkerConnection) -> int:
+    return len(connection.side.streams)
 
 
 class DuplexClientLane:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._transports import IncomingRequest, Rejection
+from dynamo.runtime._transports import IncomingCall, IncomingRequest, Rejection
 from dynamo.runtime._transports.duplex import DuplexConnection
 from dynamo.runtime._wire.callhome import unknown_endpoint_text
 from dynamo.runtime._wire.duplex import WRITABLE, WorkerSide
@@ -52,13 +52,21 @@ if TYPE_CHECKING:
     from dynamo.runtime._wire.faults import ErrorObject
     from dynamo.runtime._wire.propagation import TraceContext
 
-_NO_HEADERS: Mapping[str, str] = {}
+NO_HEADERS: Mapping[str, str] = {}
+
+
+class DirectCall(IncomingCall, Protocol):
+    """A request whose answer needs no connection of its own."""
+
+    replies: Replies | None
+    """Where an answer that is complete and not yet out is known; set by who takes the
+    call."""
 
 
 class CallTaker(Protocol):
     """Who serves a path."""
 
-    def take_call(self, call: DuplexCall) -> Rejection | None:
+    def take_call(self, call: DirectCall) -> Rejection | None:
         """Take a call, or say why not."""
 
 
@@ -104,8 +112,6 @@ class DuplexCall:
         self.path = head.path
         self.codec = "json" if head.codec == "json" else "msgpack"
         self.replies: Replies | None = None
-        """Where an answer that is complete and not yet out is known; set by who takes
-        the call."""
         self._connection = connection
         self._stream = stream
         # Until it was looked into.
@@ -123,7 +129,7 @@ class DuplexCall:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        return _NO_HEADERS
+        return NO_HEADERS
 
     def decode(self) -> IncomingRequest:
         assert self._request is not None
@@ -135,13 +141,9 @@ class DuplexCall:
             metadata=head.metadata or {},
             codec=head.codec,
             body=None if head.streamed else body,
-            trace=_trace_of(head),
+            trace=trace_of(head),
             ours=True,
-            deadline=(
-                None
-                if head.remaining_ms is None
-                else time.monotonic() + head.remaining_ms / 1000
-            ),
+            deadline=deadline_of(head),
         )
 
     def open_now(self, events: ReplyEvents) -> DuplexCall:
@@ -302,7 +304,14 @@ class DuplexCall:
                 self.replies.discard(self)
 
 
-def _trace_of(head: RequestHead) -> TraceContext | None:
+def deadline_of(head: RequestHead) -> float | None:
+    """When the time of a request that is read now is over."""
+    if head.remaining_ms is None:
+        return None
+    return time.monotonic() + head.remaining_ms / 1000
+
+
+def trace_of(head: RequestHead) -> TraceContext | None:
     if head.trace is None:
         return None
     names = (TRACEPARENT, TRACESTATE, X_REQUEST_ID)

@@ -1,7 +1,8 @@
 """The choice of the lane for each call of a runtime.
 
-A worker that advertises the duplex lane is called on it; one whose port turns out not to
-answer there is called on the genuine lane until its record changes.
+An instance on the loop of its caller is called without a socket.  A worker that advertises
+the duplex lane is called on it; one whose port turns out not to answer there is called on
+the genuine lane until its record changes.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from dynamo.runtime._config import LOCAL
 from dynamo.runtime._transports.callhome_client import CallhomeClientLane
 from dynamo.runtime._transports.duplex_client import DuplexClientLane, NoDuplex
+from dynamo.runtime._transports.local import LocalLane, neighbour
 
 if TYPE_CHECKING:
     import asyncio
 
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._transports import CallEvents, CallHandle, CallRequest
+    from dynamo.runtime._transports.local import LocalServer
     from dynamo.runtime._wire.records import EndpointRecord
 
 _log = logging.getLogger("dynamo.runtime.lanes")
@@ -31,6 +35,9 @@ class Lanes:
     def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
         self.callhome = CallhomeClientLane(loop, config)
         self.duplex = DuplexClientLane(loop, config)
+        self.local = LocalLane(loop, config)
+        self._loop = loop
+        self._stays_local = LOCAL in config.lanes
         self._speaks_duplex = "duplex" in config.lanes
         # By address; a record that was written again is another object.
         self._fallen_back: dict[str, EndpointRecord] = {}
@@ -38,6 +45,9 @@ class Lanes:
     def open_now(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> CallHandle | None:
+        server = self._neighbour(record)
+        if server is not None:
+            return self.local.open_now(server, record, request, events)
         if self._uses_duplex(record):
             return self.duplex.open_now(record, request, events)
         return None
@@ -45,12 +55,18 @@ class Lanes:
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> CallHandle:
+        server = self._neighbour(record)
+        if server is not None:
+            return self.local.open_now(server, record, request, events)
         if self._uses_duplex(record):
             try:
                 return await self.duplex.open(record, request, events)
             except NoDuplex as error:
                 self._fall_back(record, error)
         return await self.callhome.open(record, request, events)
+
+    def _neighbour(self, record: EndpointRecord) -> LocalServer | None:
+        return neighbour(record, self._loop) if self._stays_local else None
 
     def _uses_duplex(self, record: EndpointRecord) -> bool:
         if not self._speaks_duplex or "duplex" not in record.lanes:
@@ -70,16 +86,19 @@ class Lanes:
 
     def addresses(self) -> set[str]:
         """Our own ends of the connections to workers: they may be to our own port."""
-        return self.callhome.addresses() | self.duplex.addresses()
+        sockets = self.callhome.addresses() | self.duplex.addresses()
+        return sockets | {self.local.peer}
 
     async def probe(self, record: EndpointRecord) -> bool:
         return await self.callhome.probe(record)
 
     async def aclose(self) -> None:
+        self.local.close()
         await self.duplex.aclose()
         await self.callhome.aclose()
 
     def abort(self) -> None:
         """Close at once what `aclose` leaves to end by itself."""
+        self.local.abort()
         self.duplex.abort()
         self.callhome.listener.abort()

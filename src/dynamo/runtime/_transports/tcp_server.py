@@ -22,6 +22,7 @@ from dynamo.runtime._transports.connection import (
     stop_accepting,
 )
 from dynamo.runtime._transports.duplex_worker import CallTaker, DuplexWorkerConnection
+from dynamo.runtime._transports.local import withdraw
 from dynamo.runtime._wire.callhome import (
     INVALID_PATH_TEXT,
     OVERLOADED_TEXT,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._network import Listening
     from dynamo.runtime._transports import Rejection
+    from dynamo.runtime._transports.local import LocalLane
 
 _log = logging.getLogger("dynamo.runtime.server")
 
@@ -69,6 +71,7 @@ class RequestServer:
         self._asked_at = 0.0
         self._hung_up = asyncio.Event()
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._neighbours: weakref.WeakSet[LocalLane] = weakref.WeakSet()
         self._closed = False
 
     async def start(self, host: str, port: int) -> int:
@@ -142,13 +145,21 @@ class RequestServer:
             pause_s: How long.
             own: Addresses that are nobody's to wait for.
         """
-        while any(one.is_open and one.peer not in own for one in self._connections):
+        while self._has_callers(own):
             rest_s = max(since, self._asked_at) + pause_s - self.loop.time()
             if rest_s <= 0:
                 return
             self._hung_up.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._hung_up.wait(), rest_s)
+
+    def _has_callers(self, own: set[str]) -> bool:
+        callers: list[Connection | LocalLane] = [*self._connections, *self._neighbours]
+        return any(one.is_open and one.peer not in own for one in callers)
+
+    def called_by(self, neighbour: LocalLane) -> None:
+        """A runtime of this loop calls without a connection."""
+        self._neighbours.add(neighbour)
 
     def hung_up(self) -> None:
         """A connection has gone."""
@@ -164,6 +175,7 @@ class RequestServer:
         if self._server is not None:
             self._server.close()
             self._server = None
+        withdraw(self)
         for connection in list(self._connections):
             connection.close()
 

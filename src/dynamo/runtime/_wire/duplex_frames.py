@@ -127,13 +127,26 @@ def encode_request(head: RequestHead, value: bytes, max_message_bytes: int) -> b
     Raises:
         MessageTooLarge: the head, or all of it, is over its limit.
     """
+    raw_head = _checked_head(head, len(value), max_message_bytes)
+    return b"".join((_U32.pack(len(raw_head)), raw_head, value))
+
+
+def request_size(head: RequestHead, value_bytes: int, max_message_bytes: int) -> int:
+    """The length of the payload that `encode_request` would make.
+
+    Raises:
+        MessageTooLarge: the head, or all of it, is over its limit.
+    """
+    return 4 + len(_checked_head(head, value_bytes, max_message_bytes)) + value_bytes
+
+
+def _checked_head(head: RequestHead, value_bytes: int, max_message_bytes: int) -> bytes:
     if head.trace is not None:
         check_headers(_headers_bytes(head, head.trace))
     raw_head = _encode(head)
     check_control(len(raw_head))
-    payload = b"".join((_U32.pack(len(raw_head)), raw_head, value))
-    check_message(len(payload), max_message_bytes)
-    return payload
+    check_message(4 + len(raw_head) + value_bytes, max_message_bytes)
+    return raw_head
 
 
 def _headers_bytes(
