@@ -425,7 +425,7 @@ def test_dropping_after_the_loop_closed_is_silent(recwarn: pytest.WarningsRecord
 
 async def test_a_forked_child_does_not_cancel_its_parents_call(world: World):
     stream, opened = await world.stream()
-    stream._core._pid += 1
+    stream._core._selection.pid += 1
     del stream
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -458,9 +458,9 @@ async def test_a_reading_task_that_ends_otherwise_changes_nothing(world: World):
         assert item == "still"
         break
     assert opened.done == []
-    assert stream._core._readers == [asyncio.current_task()]
+    assert stream._core._readers == (asyncio.current_task(),)
     opened.events.on_ended()
-    assert stream._core._readers == []
+    assert stream._core._readers == ()
     assert await read(stream) == []
     assert stream._core.reader is None
 

@@ -161,7 +161,7 @@ async def test_a_removal_is_told_once(cluster: Cluster) -> None:
     forgotten = lambda: told.append(2)  # noqa: E731 - one object for both calls
     view.watch_removal(2, forgotten)
     for _ in range(2):
-        view.forget_removal(2, forgotten)
+        view.forget_removal(forgotten)
     await cluster.delete(record(2).key)
     await cluster.put(record(1, "127.0.0.1:2/x"))
     assert told == [], "a replaced record has not left"

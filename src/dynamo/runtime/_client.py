@@ -27,12 +27,9 @@ from dynamo.runtime._transports import CallRequest
 from dynamo.runtime._wire.payload import encode_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from dynamo.runtime._calls.choosing import ClientHome
-    from dynamo.runtime._calls.egress import OnStreamLost
+    from dynamo.runtime._calls.egress import OnStreamLost, Selection
     from dynamo.runtime._calls.streams import AsyncResponseStream
-    from dynamo.runtime._wire.records import EndpointRecord
 
 _log = logging.getLogger("dynamo.runtime.client")
 
@@ -55,18 +52,25 @@ class Client(Unconstructible):
     made is the fast one.
     """
 
-    __slots__ = ("_chooser", "_home", "_mode")
+    __slots__ = ("_by_mode", "_chooser", "_home", "_mode", "_random", "_round_robin")
 
     _home: ClientHome
     _chooser: Chooser
     _mode: RouterMode
+    # Made once: all calls share them.
+    _by_mode: Selection
+    _random: Selection
+    _round_robin: Selection
 
     @classmethod
     def _of(cls, home: ClientHome, mode: RouterMode) -> Client:
         self = cls.__new__(cls)
         self._home = home
-        self._chooser = Chooser(home)
+        chooser = self._chooser = Chooser(home)
         self._mode = mode
+        self._by_mode = chooser.selection(chooser.of_mode(mode))
+        self._random = chooser.selection(chooser.random)
+        self._round_robin = chooser.selection(chooser.round_robin)
         if mode == RouterMode.KV:
             _log.warning(
                 "router mode KV needs a model card, which a plain client has not: "
@@ -243,7 +247,7 @@ class Client(Unconstructible):
             idempotent,
             on_stream_lost,
         )
-        return self._call(self._chooser.random, request, annotated, context, options)
+        return self._call(self._random, request, annotated, context, options)
 
     def round_robin(
         self,
@@ -266,9 +270,7 @@ class Client(Unconstructible):
             idempotent,
             on_stream_lost,
         )
-        return self._call(
-            self._chooser.round_robin, request, annotated, context, options
-        )
+        return self._call(self._round_robin, request, annotated, context, options)
 
     def generate(
         self,
@@ -295,7 +297,7 @@ class Client(Unconstructible):
             idempotent,
             on_stream_lost,
         )
-        return self._call(self._by_mode(), request, annotated, context, options)
+        return self._call(self._by_mode, request, annotated, context, options)
 
     def direct(
         self,
@@ -327,9 +329,9 @@ class Client(Unconstructible):
             OverflowError: an id that is negative or over 64 bits.
             InstanceNotFound: it is not listed (from the future).
         """
-        choose = self._chooser.exactly(_check_id(instance_id))
+        selection = self._chooser.exactly(_check_id(instance_id))
         options = self._options(context, timeout, first_item_timeout, idle_timeout)
-        return self._call(choose, request, annotated, context, options, fixed=True)
+        return self._call(selection, request, annotated, context, options)
 
     def device_aware_weighted(
         self,
@@ -357,7 +359,9 @@ class Client(Unconstructible):
             RouterMode.LeastLoaded,
             RouterMode.DeviceAwareWeighted,
         )
-        choose = self._by_mode() if weighs else self._chooser.not_weighted
+        selection = self._by_mode
+        if not weighs:
+            selection = self._chooser.selection(self._chooser.not_weighted)
         options = self._options(
             context,
             timeout,
@@ -366,7 +370,7 @@ class Client(Unconstructible):
             idempotent,
             on_stream_lost,
         )
-        return self._call(choose, request, annotated, context, options)
+        return self._call(selection, request, annotated, context, options)
 
     def bidirectional(
         self,
@@ -430,30 +434,12 @@ class Client(Unconstructible):
             >>> asyncio.run(main())
             [1, 3, 6]
         """
-        choose = self._by_mode()
+        selection = self._by_mode
         if instance_id is not None:
-            choose = self._chooser.exactly(_check_id(instance_id))
+            selection = self._chooser.exactly(_check_id(instance_id))
         options = self._options(context, timeout, first_item_timeout, idle_timeout)
         source = iterator_of(requests)
-        return self._call(
-            choose,
-            None,
-            annotated,
-            context,
-            options,
-            fixed=instance_id is not None,
-            source=source,
-        )
-
-    def _by_mode(self) -> Callable[[frozenset[int]], EndpointRecord]:
-        chooser = self._chooser
-        return {
-            int(RouterMode.RoundRobin): chooser.round_robin,
-            int(RouterMode.Direct): chooser.round_robin,
-            int(RouterMode.PowerOfTwoChoices): chooser.power_of_two,
-            int(RouterMode.LeastLoaded): chooser.least_loaded,
-            int(RouterMode.DeviceAwareWeighted): chooser.device_aware,
-        }.get(int(self._mode), chooser.random)
+        return self._call(selection, None, annotated, context, options, source)
 
     def _options(
         self,
@@ -486,13 +472,11 @@ class Client(Unconstructible):
 
     def _call(
         self,
-        choose: Callable[[frozenset[int]], EndpointRecord],
+        selection: Selection,
         request: object,
         annotated: bool | None,
         context: Context | None,
         options: CallOptions,
-        *,
-        fixed: bool = False,
         source: AsyncIterator[Any] | None = None,
     ) -> asyncio.Future[AsyncResponseStream]:
         if annotated is not None and not isinstance(annotated, bool):
@@ -514,7 +498,7 @@ class Client(Unconstructible):
             self._home.loop,
             self._home.lane,
             sent,
-            self._chooser.selection(choose, fixed=fixed),
+            selection,
             state,
             self._home.deadlines,
             annotated=bool(annotated),

@@ -13,13 +13,14 @@ from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._calls.deadlines import Deadlines, DefaultLimits
-from dynamo.runtime._calls.egress import Selection
+from dynamo.runtime._calls.egress import Choose, Selection
 from dynamo.runtime._discovery.health import Health
 from dynamo.runtime._discovery.model_cards import ModelCards
 from dynamo.runtime._routing.avoided import Avoided
 from dynamo.runtime._routing.ejection import EjectionPolicy
 from dynamo.runtime._routing.policies import (
     RoundRobin,
+    RouterMode,
     choose_device_aware,
     choose_least_loaded,
     choose_power_of_two,
@@ -264,8 +265,18 @@ class Chooser:
             "DeviceAwareWeighted, LeastLoaded or PowerOfTwoChoices"
         )
 
-    def exactly(self, instance_id: int) -> Callable[[frozenset[int]], EndpointRecord]:
-        """That instance, also if it is being avoided."""
+    def of_mode(self, mode: RouterMode) -> Choose:
+        """The policy of `Client.generate`; random where another cannot be followed."""
+        return {
+            int(RouterMode.RoundRobin): self.round_robin,
+            int(RouterMode.Direct): self.round_robin,
+            int(RouterMode.PowerOfTwoChoices): self.power_of_two,
+            int(RouterMode.LeastLoaded): self.least_loaded,
+            int(RouterMode.DeviceAwareWeighted): self.device_aware,
+        }.get(int(mode), self.random)
+
+    def exactly(self, instance_id: int) -> Selection:
+        """That instance, also if it is being avoided, and no other."""
 
         def choose(tried: frozenset[int]) -> EndpointRecord:
             record = self.home.instances.get(instance_id)
@@ -278,11 +289,10 @@ class Chooser:
                 )
             return record
 
-        return choose
+        return self.selection(choose, fixed=True)
 
-    def selection(
-        self, choose: Callable[[frozenset[int]], EndpointRecord], *, fixed: bool = False
-    ) -> Selection:
+    def selection(self, choose: Choose, *, fixed: bool = False) -> Selection:
+        """What calls that choose in this way share; it is not held here."""
         return Selection(
             choose,
             self.home.instances,

@@ -147,6 +147,7 @@ class Selection:
         "health",
         "in_flight",
         "instances",
+        "pid",
     )
 
     def __init__(
@@ -167,6 +168,8 @@ class Selection:
         self.client = client
         self.budget = budget
         self.fixed = fixed
+        # Of the process that may end the calls.
+        self.pid = os.getpid()
 
     def take(self, instance_id: int) -> None:
         """Count a call."""
@@ -264,7 +267,6 @@ class OutgoingCall:
         "_opening",
         "_options",
         "_over",
-        "_pid",
         "_pump",
         "_reached",
         "_readers",
@@ -306,7 +308,6 @@ class OutgoingCall:
         self._options = options
         self._deadlines = deadlines
         self._clock: CallClock | None = None
-        self._pid = os.getpid()
         self.inbox = Inbox(loop, self._on_full)
         self._result: _Result | None = None
         self._handle: CallHandle | None = None
@@ -318,13 +319,13 @@ class OutgoingCall:
         self._attempts = 0
         self._moves = 0
         # Of the attempts that failed: whose they were, and why.
-        self._failures: list[tuple[int, str]] = []
+        self._failures: tuple[tuple[int, str], ...] = ()
         # How a stream that is being continued elsewhere broke.
         self._broken: StreamError | None = None
         self._items = 0
         # Of the tasks that have read, the latest.
         self.reader: asyncio.Task[Any] | None = None
-        self._readers: list[asyncio.Task[Any]] = []
+        self._readers: tuple[asyncio.Task[Any], ...] = ()
         self._counted: int | None = None
         self._stop_timer: asyncio.TimerHandle | None = None
         self._reached = False
@@ -402,7 +403,8 @@ class OutgoingCall:
     def _send_to(self, record: EndpointRecord) -> None:
         self._record = record
         self._attempts += 1
-        self._count(record.instance_id)
+        self._counted = record.instance_id
+        self._selection.take(record.instance_id)
         handle = self._lane.open_now(record, self._request, self)
         if handle is not None:
             self._on_sent(handle)
@@ -478,7 +480,7 @@ class OutgoingCall:
             handle.kill()
         if self._counted is not None:
             self._selection.blame(self._counted, error, inhibits=inhibits)
-        self._count(None)
+        self._count_no_more()
         self._reached = self._streaming = False
 
     def _may_be_sent_again(self, error: CallError) -> bool:
@@ -502,7 +504,7 @@ class OutgoingCall:
 
     def _note(self, error: CallError, record: EndpointRecord) -> None:
         error.instance_id = record.instance_id
-        self._failures.append((record.instance_id, str(error)))
+        self._failures += ((record.instance_id, str(error)),)
         _log.debug("call %s: %s", self._request.call_id, error)
 
     def _fail(self, error: Exception) -> None:
@@ -539,13 +541,11 @@ class OutgoingCall:
         if result is not None and not result.done():
             result.set_result(AsyncResponseStream._of(self))
 
-    def _count(self, instance_id: int | None) -> None:
-        """Count the call for this instance and no other."""
+    def _count_no_more(self) -> None:
+        """The instance has one call less."""
         if self._counted is not None:
             self._selection.give_back(self._counted)
-        self._counted = instance_id
-        if instance_id is not None:
-            self._selection.take(instance_id)
+            self._counted = None
 
     def _interrupt(self) -> None:
         """Do not wait for a connection that nobody needs any more."""
@@ -588,11 +588,8 @@ class OutgoingCall:
 
     def _watch_no_more(self) -> None:
         if self._watching:
-            assert self._record is not None
             self._watching = False
-            self._selection.instances.forget_removal(
-                self._record.instance_id, self._on_removed
-            )
+            self._selection.instances.forget_removal(self._on_removed)
         if self._leaving is not None:
             self._leaving.cancel()
             self._leaving = None
@@ -643,7 +640,8 @@ class OutgoingCall:
         self._watch_no_more()
 
     def on_started(self) -> None:
-        self._watch_no_more()
+        if self._watching:
+            self._watch_no_more()
         if self._clock is not None:
             self._clock.started()
             if self._over:
@@ -748,7 +746,7 @@ class OutgoingCall:
     def _send_again(self, error: StreamError) -> None:
         assert self._record is not None
         self._broken = error
-        self._failures.append((self._record.instance_id, str(error)))
+        self._failures += ((self._record.instance_id, str(error)),)
         self._tried = frozenset((self._record.instance_id,))
         self._go_on(error)
 
@@ -765,8 +763,9 @@ class OutgoingCall:
         self._release()
 
     def _release(self) -> None:
-        self._count(None)
-        self._watch_no_more()
+        self._count_no_more()
+        if self._watching:
+            self._watch_no_more()
         if self._clock is not None:
             self._clock.stop()
         # Both hold each other: no cycle is left behind.
@@ -778,7 +777,7 @@ class OutgoingCall:
         if self._context is not None:
             self._context.detach(self._on_context)
         self.reader = None
-        readers, self._readers = self._readers, []
+        readers, self._readers = self._readers, ()
         for reader in readers:
             reader.remove_done_callback(self._on_reader_done)
 
@@ -833,7 +832,7 @@ class OutgoingCall:
 
         Never cancels here and now: a finalizer may run in the middle of anything.
         """
-        if not self._over and os.getpid() == self._pid:
+        if not self._over and os.getpid() == self._selection.pid:
             soon_on_loop(self._loop, self._cancel)
 
     # Reading.
@@ -844,13 +843,12 @@ class OutgoingCall:
             return  # or a reader that fails would be held by what its error holds
         self.reader = reader
         if reader is not None and reader not in self._readers:
-            self._readers.append(reader)
+            self._readers += (reader,)
             reader.add_done_callback(self._on_reader_done)
 
     def _on_reader_done(self, reader: asyncio.Task[Any]) -> None:
         self.reader = None
-        if reader in self._readers:
-            self._readers.remove(reader)
+        self._readers = tuple(one for one in self._readers if one is not reader)
         if reader.cancelled():
             self.cancel()
 

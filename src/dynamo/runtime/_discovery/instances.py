@@ -193,7 +193,7 @@ class InstanceSet:
         self._records: tuple[EndpointRecord, ...] = ()
         self._unreadable: set[str] = set()
         self._subscribers: dict[object, Callable[[], None]] = {}
-        self._removals: dict[int, dict[Callable[[], None], None]] = {}
+        self._removals: dict[Callable[[], None], int] = {}
 
     @classmethod
     async def open(cls, backend: DiscoveryBackend, name: EndpointName) -> InstanceSet:
@@ -247,17 +247,13 @@ class InstanceSet:
         If the instance is not listed (any more), that is in the next turn of the loop.
         """
         if instance_id in self._by_id:
-            self._removals.setdefault(instance_id, {})[callback] = None
+            self._removals[callback] = instance_id
         else:
             self._loop.call_soon(callback)
 
-    def forget_removal(self, instance_id: int, callback: Callable[[], None]) -> None:
+    def forget_removal(self, callback: Callable[[], None]) -> None:
         """End what `watch_removal` began; nothing happens if it is over."""
-        waiting = self._removals.get(instance_id)
-        if waiting is not None:
-            waiting.pop(callback, None)
-            if not waiting:
-                del self._removals[instance_id]
+        self._removals.pop(callback, None)
 
     def close(self) -> None:
         """End the watch; on the loop of this set.  Idempotent."""
@@ -316,11 +312,11 @@ class InstanceSet:
             for (name, _), record in self._known.items()
             if name == self.name
         )
-        left = [number for number in self._removals if number not in by_id]
+        left = [told for told, number in self._removals.items() if number not in by_id]
         self._by_id = by_id
         self._records = tuple(by_id[number] for number in sorted(by_id))
-        for instance_id in left:
-            for callback in self._removals.pop(instance_id):
+        for callback in left:
+            if self._removals.pop(callback, None) is not None:
                 callback()
 
     def announce(self) -> None:
