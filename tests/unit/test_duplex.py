@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dynamo.runtime._wire.callhome import MAX_CONTROL_BYTES
 from dynamo.runtime._wire.duplex import (
+    ANSWER,
     LAST_ID_TO_OPEN,
     STARTED,
     WRITABLE,
@@ -237,6 +238,23 @@ def test_a_call_is_answered_and_its_end_rides_on_the_last_item() -> None:
     assert not pair.worker.streams
 
 
+def test_an_answer_of_one_item_is_one_event_unless_something_was_said_before() -> None:
+    pair = Pair()
+    (_, first), (_, second) = pair.call(), pair.call()
+    pair.worker.accept(second)
+    for there in (first, second):
+        pair.worker.send(there, ITEM, b"x")
+        pair.worker.finish(there)
+    pair.move()
+    assert [(kind, stream.id, payload) for kind, stream, payload in pair.at_client] == [
+        (STARTED, 2, None),
+        (ANSWER, 1, b"x"),
+        (ITEM, 2, b"x"),
+        (END, 2, None),
+    ]
+    assert not pair.client.streams
+
+
 def test_items_of_one_read_are_one_event_for_each_stream() -> None:
     pair = Pair()
     (_, first), (_, second) = pair.call(), pair.call()
@@ -410,9 +428,11 @@ def test_a_large_message_comes_in_parts_and_lets_others_pass() -> None:
     assert len(first) < 400_000
     pair.at_client += pair.feed(pair.client, first)
     pair.move()
-    items = {stream.id: body for kind, stream, body in pair.at_client if kind == ITEM}
+    items = {
+        stream.id: body for kind, stream, body in pair.at_client if kind != STARTED
+    }
     assert items == {1: body, 2: b"quick"}
-    assert pair.at_client[-1][0] == END
+    assert pair.at_client[-1][0] == ANSWER
     assert not pair.worker.streams or list(pair.worker.streams) == [2]
     assert (WRITABLE, None) in pair.worker_events()
 
@@ -803,6 +823,9 @@ class Talk:
                 here[stream.id] = []
             elif kind == ITEM:
                 here[stream.id].append(payload)
+            elif kind == ANSWER:
+                assert stream.id not in here
+                here[stream.id] = [payload]
         return there, here
 
 
@@ -829,7 +852,7 @@ def test_any_interleaving_and_any_cut_gives_the_right_streams(
         assert received == values[: len(received)]
         assert received == values or stream.id in talk.finished
     assert here == talk.answered
-    ended = {stream.id for kind, stream, _ in pair.at_client if kind == END}
+    ended = {stream.id for kind, stream, _ in pair.at_client if kind in (END, ANSWER)}
     assert ended == talk.finished
     assert set(pair.client.streams) == set(pair.worker.streams) == set(there) - ended
     assert not pair.client.waiting

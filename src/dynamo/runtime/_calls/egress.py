@@ -666,6 +666,17 @@ class OutgoingCall:
         self._items += len(delivered)
         self.inbox.put_all(delivered, size_bytes)
 
+    def on_answer(self, item: AnnotatedItem, size_bytes: int) -> None:
+        self.on_started()
+        if self._over:
+            return
+        if self._annotated or item.data is not None:
+            self._items += 1
+            self.inbox.put(
+                Annotated._of(item) if self._annotated else item.data, size_bytes
+            )
+        self.on_ended()
+
     def on_failed(self, error: ErrorObject) -> None:
         late = error.error_class == "DeadlineExceeded"
         if late and self._clock is not None and self._clock.passes_now():
@@ -678,8 +689,9 @@ class OutgoingCall:
             self._finish(failure)
 
     def on_ended(self) -> None:
-        self._note_completed()
-        self._finish(None)
+        if self._selection.health.troubled:
+            self._note_completed()
+        self._end(None)
 
     def _note_completed(self) -> None:
         """The instance did its part, also if its handler failed."""
@@ -759,7 +771,8 @@ class OutgoingCall:
     def _end(self, error: Exception | None) -> None:
         self._over = True
         self.inbox.end(error)
-        self._settle()
+        if self._result is not None:
+            self._settle()
         self._release()
 
     def _release(self) -> None:

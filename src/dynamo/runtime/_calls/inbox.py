@@ -124,13 +124,16 @@ class Inbox:
 
     Everything but `step`, `next` and `take_back` belongs to the home loop.  Each item
     goes to one reader.
+
+    Attributes:
+        home: That loop.
+        ended: No more items arrive.
     """
 
     __slots__ = (
         "_bytes",
         "_dead",
         "_discarded",
-        "_ended",
         "_error",
         "_full",
         "_handed",
@@ -140,6 +143,7 @@ class Inbox:
         "_returned",
         "_starved",
         "_waiters",
+        "ended",
         "home",
     )
 
@@ -158,16 +162,12 @@ class Inbox:
         self._waiters: list[Step] = []
         # How many of the waiters gave up.
         self._dead = 0
-        self._ended = False
+        self.ended = False
         self._discarded = False
         self._error: Exception | None = None
         self._full = False
         # Told once that a reader waits and nothing is left.
         self._starved: Callable[[], None] | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
 
     def put(self, item: object, size_bytes: int) -> None:
         """Hand an item to the first reader that still waits, or keep it."""
@@ -175,7 +175,7 @@ class Inbox:
 
     def put_all(self, items: list[Any], size_bytes: int) -> None:
         """The same with items that came together."""
-        if self._ended:
+        if self.ended:
             return
         if self._waiters:
             items = self._hand_all(items)
@@ -226,9 +226,9 @@ class Inbox:
             self._items.clear()
             self._reading.clear()
             self._returned = None
-        if self._ended:
+        if self.ended:
             return
-        self._ended = True
+        self.ended = True
         self._starved = None
         self._error = error
         if discard or not self._full:
@@ -267,7 +267,7 @@ class Inbox:
             future: asyncio.Future[Any] = loop.create_future()
             future.set_result(self._reading.pop())
             return future
-        if self._ended:
+        if self.ended:
             return _fail(loop.create_future(), self._next_end())
         waiter = Step.make(loop, self, reader, stream)
         self._waiters.append(waiter)
@@ -289,7 +289,7 @@ class Inbox:
         if self._full:
             self._full = False
             self._on_full(False)
-            if self._ended:
+            if self.ended:
                 self._on_full = _tell_nobody
         return True
 

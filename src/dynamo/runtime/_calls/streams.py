@@ -150,10 +150,14 @@ class AsyncResponseStream(Unconstructible):
     def __anext__(self) -> asyncio.Future[Any]:
         core = self._core
         loop = asyncio.get_running_loop()
+        inbox = core.inbox
+        if inbox.ended and loop is inbox.home:
+            # Nobody waits for anything: who reads does not matter.
+            return inbox.next(loop, None, self)
         reader = asyncio.current_task(loop)
         if reader is not core.reader:
             core.note_reader(reader)
-        return core.inbox.next(loop, reader, self)
+        return inbox.next(loop, reader, self)
 
     def cancel(self) -> None:
         """Cancel the call now.  Items that were not read are lost.  Any thread."""

@@ -103,6 +103,9 @@ class CallEvents(Protocol):
     def on_items(self, items: list[AnnotatedItem], size_bytes: int) -> None:
         """One or more items; together they had so many bytes."""
 
+    def on_answer(self, item: AnnotatedItem, size_bytes: int) -> None:
+        """`on_started`, `on_items` with this one, and `on_ended`.  The last event."""
+
     def on_failed(self, error: ErrorObject) -> None:
         """The handler failed.  The last event."""
 

@@ -21,7 +21,7 @@ from dynamo.runtime._transports.callhome_client import (
 from dynamo.runtime._transports.connection import Limit, connect, spawn
 from dynamo.runtime._transports.duplex import DuplexConnection
 from dynamo.runtime._wire.callhome import too_large_text
-from dynamo.runtime._wire.duplex import STARTED, WRITABLE, ClientSide
+from dynamo.runtime._wire.duplex import ANSWER, STARTED, WRITABLE, ClientSide
 from dynamo.runtime._wire.duplex_frames import (
     END,
     ERROR,
@@ -181,6 +181,28 @@ class _Call:
                 return
             self._events.on_items([item], len(body))
 
+    def on_answer(self, body: bytes | bytearray) -> None:
+        """The whole answer is one item, and the first that is heard of the call."""
+        try:
+            item = self._decode(body)
+        except UNREADABLE:
+            self._on_answer_in_steps(body)
+            return
+        if self._streamed:
+            self._on_answer_in_steps(body)
+            return
+        self._acknowledge(ANSWER)
+        self._let_go()
+        self._events.on_answer(item, len(body))
+
+    def _on_answer_in_steps(self, body: bytes | bytearray) -> None:
+        """What is told of one step may end the call before the next."""
+        self.on_started()
+        if not self._over:
+            self.on_items([body])
+        if not self._over:
+            self.on_event(END, None)
+
     def on_started(self) -> None:
         self._acknowledge(STARTED)
         self._events.on_started()
@@ -324,7 +346,8 @@ class _WorkerConnection(DuplexConnection):
         self._unacknowledged[call] = limit_at
         if self._timer is None:
             self._set_timer(limit_at)
-        self.touch()
+        if len(self.side.out) >= self.flush_at:
+            self.touch()
         return call
 
     def acknowledged(self, call: _Call) -> None:
@@ -419,6 +442,8 @@ class _WorkerConnection(DuplexConnection):
                 continue
             if kind == ITEM:
                 call.on_items(payload)
+            elif kind == ANSWER:
+                call.on_answer(payload)
             elif kind == STARTED:
                 call.on_started()
             else:

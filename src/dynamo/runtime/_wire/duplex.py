@@ -73,7 +73,7 @@ from dynamo.runtime.errors import RemoteProtocolError
 # No stream is opened beyond this id: what waits for credit still needs some.
 LAST_ID_TO_OPEN = 2**31
 # Not frames, only events.
-STARTED, WRITABLE = 0x100, 0x101
+STARTED, WRITABLE, ANSWER = 0x100, 0x101, 0x102
 
 _FINAL_MESSAGES = frozenset((ITEM_END, ERROR, HANDLER_REFUSED))
 _MAX_PING_BYTES = 8
@@ -138,7 +138,7 @@ class Stream:
 
 
 Event: TypeAlias = "tuple[int, Stream | None, Any]"
-"""A type of frame (or STARTED, WRITABLE), its stream, and what it carries."""
+"""A type of frame (or STARTED, WRITABLE, ANSWER), its stream, and what it carries."""
 
 
 class _Side(FrameReader[Event]):
@@ -490,7 +490,8 @@ class ClientSide(_Side):
     Events: HELLO; QUEUED, STARTED, ITEM (a list of payloads), ERROR (an `ErrorObject`),
     HANDLER_REFUSED (a `HandlerRefusal`), REFUSED (a `Refusal`), END, RESET; WRITABLE when
     a queue has drained.  ERROR, HANDLER_REFUSED, REFUSED, END and RESET are the last of
-    their stream; STARTED comes once before items, ERROR and END.
+    their stream; STARTED comes once before items, ERROR and END.  ANSWER (a payload) is
+    STARTED, one ITEM and END at once, when nothing else was said.
     """
 
     _plain = ITEM
@@ -582,6 +583,9 @@ class ClientSide(_Side):
     ) -> None:
         if kind not in (ITEM, ITEM_END):
             self._other_message(kind, stream, body, events)
+            return
+        if kind == ITEM_END and stream.state != _STARTED:
+            self._last(ANSWER, stream, body, events)
             return
         self._start(stream, events)
         if stream.items is None:
