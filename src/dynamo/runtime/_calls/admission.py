@@ -43,6 +43,9 @@ class Admits(Protocol):
     def reserve(self) -> Rejection | None:
         """Take a place for a new request, or say why there is none."""
 
+    def run_now(self) -> bool:
+        """Whether it is the turn of a request that has a place; else `run` waits."""
+
     async def run(self) -> None:
         """Wait for the turn of a request that has a place."""
 
@@ -118,6 +121,13 @@ class Admission:
                 waiter.set_result(None)
                 return
         self._running -= 1
+
+    def run_now(self) -> bool:
+        """Whether it is the turn of a request that has a place; else `run` waits."""
+        if self._running >= self._running_limit:
+            return False
+        self._running += 1
+        return True
 
     async def run(self) -> None:
         """Wait for the turn of a request that has a place."""
@@ -208,6 +218,13 @@ class EndpointAdmission(Admission):
                 self._interval_s = known_s + _NEWEST * (sample_s - known_s)
         full = self._running >= self._running_limit and bool(self._waiting)
         self._freed_at = now if full else None
+
+    @override
+    def run_now(self) -> bool:
+        if self._running >= self._running_limit or not self._worker.run_now():
+            return False
+        self._running += 1
+        return True
 
     @override
     async def run(self) -> None:

@@ -632,7 +632,7 @@ def _text_dict(value: object) -> dict[str, str]:
         raise TypeError(
             f"metadata must be a dict of str to str, not {type(value).__name__}"
         )
-    if type(value) is dict and all(map(_is_plain, value, value.values())):
+    if type(value) is dict and _are_plain((*value, *value.values())):
         return value.copy()
     return {
         _text("metadata key", key): _text("metadata value", item)
@@ -640,8 +640,11 @@ def _text_dict(value: object) -> dict[str, str]:
     }
 
 
-def _is_plain(key: object, value: object) -> bool:
-    return type(key) is str is type(value) and key.isascii() and value.isascii()
+def _are_plain(texts: tuple[Any, ...]) -> bool:
+    return _ONLY_STR.issuperset(map(type, texts)) and "".join(texts).isascii()
+
+
+_ONLY_STR = frozenset((str,))
 
 
 _ESCAPES = {"\0": r"\0", "\t": r"\t", "\n": r"\n", "\r": r"\r", '"': r"\"", "\\": r"\\"}

@@ -218,13 +218,16 @@ class _Run:
 
     def begin(self, base: contextvars.Context) -> None:
         self._task = spawn(self._loop, self._run(), base)
-        # Not in the coroutine: a task cancelled before its first step never runs it.
-        self._task.add_done_callback(self._end)
+        # A task that is cancelled before its first step never takes it.
+        self._task.add_done_callback(self._not_begun)
+
+    def _not_begun(self, task: asyncio.Task[None]) -> None:
+        self._end()
 
     def runs_in(self, task: asyncio.Task[Any]) -> bool:
         return self._task is task
 
-    def _end(self, task: asyncio.Task[None]) -> None:
+    def _end(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self.due_at != math.inf:
@@ -232,7 +235,8 @@ class _Run:
         self._endpoint.admission.release(ran=self._ran)
         if self._state is not None:
             self._state.owner = None
-        self.on_input_end()
+        if self._inbox is not None:
+            self._inbox.end(None)
         if self._input is not None:
             self._input.close()
         if self._reply is not None and not self._over:
@@ -242,13 +246,6 @@ class _Run:
         # frames of the handler, and with them its last item.
         self._input = self._reply = self._task = None
         self._endpoint.ended(self)
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
-            _log.error(
-                "request on %s ended in a bug of the runtime",
-                self._endpoint.path,
-                exc_info=error,
-            )
 
     # ReplyEvents and InputEvents
 
@@ -356,14 +353,49 @@ class _Run:
     # Running
 
     async def _run(self) -> None:
+        """The task of the request; one coroutine, for each takes part in every step."""
+        assert self._task is not None
+        self._task.remove_done_callback(self._not_begun)
         try:
-            request = self._call.decode()
-            self._check_kind(request)
-        except RemoteProtocolError as error:
-            await self._answer_unreadable(error)
-            return
+            try:
+                request = self._look_into()
+            except RemoteProtocolError as error:
+                await self._answer_unreadable(error)
+                return
+            if not (self._open_now() or await self._open()):
+                return
+            if not self._endpoint.admission.run_now():
+                await self._endpoint.admission.run()
+            self._ran = True
+            assert self._reply is not None
+            iterator = self._call_handler(request, self._reply)
+            if iterator is None:
+                return
+            # The request may be large, and the handler may let go of it.
+            del request
+            try:
+                await self._stream(iterator, self._reply)
+            finally:
+                # A generator that has ended has nothing left to close.
+                if type(iterator) is not AsyncGeneratorType or iterator.ag_frame:
+                    await self._close(iterator)
+        except Exception:  # noqa: BLE001 - a task that nobody waits for
+            _log.exception(
+                "request on %s ended in a bug of the runtime", self._endpoint.path
+            )
+        finally:
+            self._end()
+
+    def _look_into(self) -> IncomingRequest:
+        """Read the request, and have a context for it.
+
+        Raises:
+            RemoteProtocolError: it makes no sense.
+        """
+        request = self._call.decode()
+        self._check_kind(request)
         self._codec = request.codec
-        state = self._state = ContextState(
+        self._state = ContextState(
             request.call_id,
             request.metadata,
             request.trace,
@@ -373,22 +405,7 @@ class _Run:
         )
         if request.deadline is not None:
             self._obey(request.deadline)
-        if not (self._open_now() or await self._open()):
-            return
-        await self._endpoint.admission.run()
-        self._ran = True
-        assert self._reply is not None
-        iterator = self._call_handler(request, self._reply, state)
-        if iterator is None:
-            return
-        # The request may be large, and the handler may let go of it.
-        del request
-        try:
-            await self._stream(iterator, self._reply)
-        finally:
-            # A generator that has ended has nothing left to close.
-            if type(iterator) is not AsyncGeneratorType or iterator.ag_frame:
-                await self._close(iterator)
+        return request
 
     def _check_kind(self, request: IncomingRequest) -> None:
         if self._endpoint.streamed == (request.body is None):
@@ -444,16 +461,17 @@ class _Run:
         self._fail(reply, error_of_exception(ValueError(str(error))))
 
     def _call_handler(
-        self, request: IncomingRequest, reply: ReplyStream, state: ContextState
+        self, request: IncomingRequest, reply: ReplyStream
     ) -> AsyncIterator[Any] | None:
         """The handler's iterator, or None after saying why there is none."""
         if self._over:
             return None
+        assert self._state is not None
         handler = self._endpoint.handler
         try:
             return handler.call(
                 self._argument(request),
-                Context._of(state) if handler.takes_context else None,
+                Context._of(self._state) if handler.takes_context else None,
                 ResponseSender._of(self) if handler.pushes else None,
             )
         except RemoteProtocolError as error:

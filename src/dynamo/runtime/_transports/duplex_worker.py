@@ -233,7 +233,9 @@ class DuplexCall:
 
     def _ended(self) -> None:
         self._let_go()
-        self._connection.touch()
+        connection = self._connection
+        if len(connection.side.out) >= connection.flush_at:
+            connection.touch()
         if self._stream.queue and self.replies is not None:
             self.replies.add(self)
 

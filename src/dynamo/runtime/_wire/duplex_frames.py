@@ -127,7 +127,10 @@ def encode_request(head: RequestHead, value: bytes, max_message_bytes: int) -> b
     Raises:
         MessageTooLarge: the head, or all of it, is over its limit.
     """
-    raw_head = _checked_head(head, len(value), max_message_bytes)
+    raw_head = _encode(head)
+    size = 4 + len(raw_head) + len(value)
+    if head.trace is not None or size > min(max_message_bytes, MAX_CONTROL_BYTES):
+        raw_head = _checked_head(head, len(value), max_message_bytes)
     return b"".join((_U32.pack(len(raw_head)), raw_head, value))
 
 
