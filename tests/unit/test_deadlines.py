@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
 import time
 import weakref
@@ -136,16 +135,27 @@ async def test_many_limits_in_a_row_are_looked_at_a_few_at_a_time():
     assert loop.count <= 60
 
 
-async def test_nothing_is_kept_after_the_last_one_went(deadlines: Deadlines):
+async def test_nothing_is_kept_after_the_last_one_went():
+    deadlines = Deadlines(asyncio.get_running_loop())
     thing = Thing(60)
     deadlines.watch(thing)
     deadlines.forget(thing)
-    gone = weakref.ref(deadlines)
-    del deadlines
-    gc.collect()
-    # The fixture itself holds it for this test.
-    assert gone() is not None
-    assert gone()._timer is None  # type: ignore[union-attr]
+    gone = [weakref.ref(deadlines), weakref.ref(thing)]
+    del deadlines, thing
+    assert [one() for one in gone] == [None, None]
+
+
+async def test_calls_one_after_the_other_need_no_timer_each():
+    loop = CountedTimers(asyncio.get_running_loop())
+    deadlines = Deadlines(loop)  # type: ignore[arg-type]
+    for _ in range(100):
+        thing = Thing(60)
+        deadlines.watch(thing)
+        deadlines.forget(thing)
+    assert loop.count == 1
+    thing = Thing(0.02)
+    deadlines.watch(thing)
+    await seen(thing)
 
 
 @pytest.mark.may_block

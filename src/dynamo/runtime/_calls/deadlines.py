@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import math
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,8 +50,8 @@ class Deadlines:
     """Looks at what is due, with one timer for the earliest.
 
     Most of what is watched ends long before it is due.  So the timer is only ever set
-    for an earlier moment, and finds the next one when it comes: watching and forgetting
-    cost next to nothing.
+    for an earlier moment, and finds the next one when it comes, also if nothing is left
+    meanwhile: watching and forgetting cost next to nothing.  It holds us weakly.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -69,20 +70,17 @@ class Deadlines:
     def forget(self, one: Watched) -> None:
         """It needs no look any more."""
         self._watched.discard(one)
-        if not self._watched and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-            self._timer_at = math.inf
 
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         at = max(at, self._looked_at + _PAUSE_S)
         delay_s = max(0.0, at - time.monotonic())
-        self._timer = self._loop.call_later(delay_s, self._on_timer)
+        self._timer = self._loop.call_later(delay_s, _wake, weakref.ref(self))
         self._timer_at = at
 
-    def _on_timer(self) -> None:
+    def on_timer(self) -> None:
+        """The moment for which the timer was set."""
         if time.monotonic() - self._timer_at > _STOOD_STILL_S:
             self._timer = self._loop.call_later(_READING_S, self._look)
         else:
@@ -100,6 +98,12 @@ class Deadlines:
         next_at = min((one.due_at for one in self._watched), default=math.inf)
         if next_at < self._timer_at:
             self._set_timer(next_at)
+
+
+def _wake(sleeping: weakref.ref[Deadlines]) -> None:
+    deadlines = sleeping()
+    if deadlines is not None:
+        deadlines.on_timer()
 
 
 def seconds_of(name: str, value: float) -> float:
@@ -268,7 +272,9 @@ class CallClock:
 
     def started(self) -> None:
         """The handler runs: from now on items may come, unless it is too late."""
-        self.check()
+        now = time.monotonic()
+        if self.due_at <= now + _EARLY_S:
+            self.look(now)
         if self._first_at == math.inf:
             self._expect_item()
 
