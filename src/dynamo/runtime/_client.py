@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("dynamo.runtime.client")
 
 _MAX_ID = 2**64 - 1
+# Read and never written.
+_NO_METADATA: dict[str, str] = {}
 
 
 @final
@@ -490,7 +492,7 @@ class Client(Unconstructible):
             call_id=new_id() if state is None else state.id,
             value=request,
             packed=packed,
-            metadata={} if state is None else dict(state.metadata),
+            metadata=_NO_METADATA if state is None else state.metadata.copy(),
             trace=None if state is None else state.trace,
             deadline=None if options is NO_OPTIONS else options.deadline,
         )

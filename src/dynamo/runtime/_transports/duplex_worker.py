@@ -6,6 +6,7 @@ Knows nothing of handlers.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -109,7 +110,8 @@ class DuplexCall:
         head: RequestHead,
         body: bytes | memoryview,
     ) -> None:
-        self.path = head.path
+        # As the endpoint has it: one text for all its calls.
+        self.path = sys.intern(head.path)
         self.codec = "json" if head.codec == "json" else "msgpack"
         self.replies: Replies | None = None
         self._connection = connection

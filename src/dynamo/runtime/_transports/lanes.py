@@ -71,7 +71,8 @@ class Lanes:
     def _uses_duplex(self, record: EndpointRecord) -> bool:
         if not self._speaks_duplex or "duplex" not in record.lanes:
             return False
-        return self._fallen_back.get(record.address) is not record
+        fallen_back = self._fallen_back
+        return not fallen_back or fallen_back.get(record.address) is not record
 
     def _fall_back(self, record: EndpointRecord, error: NoDuplex) -> None:
         _log.info(
