@@ -34,9 +34,9 @@ from dynamo.runtime._wire.callhome import (
     ResponseReceiver,
     StreamEnded,
     StreamLost,
-    encode_input_frame,
-    encode_request_frame,
-    encode_request_payload,
+    encode_payload_front,
+    encode_request_front,
+    input_frame_pieces,
 )
 from dynamo.runtime._wire.faults import exception_of_prologue
 from dynamo.runtime._wire.payload import encode_value, genuine_can_decode
@@ -330,7 +330,7 @@ class _Input:
 
     def send(self, body: bytes) -> None:
         if self._connection is not None:
-            self._connection.send(encode_input_frame(body))
+            self._connection.send_pieces(input_frame_pieces(body))
 
     def end(self) -> None:
         self.close(SENTINEL)
@@ -401,7 +401,7 @@ class CallhomeClientLane:
             call.input = _Input(self, record, events)
         try:
             await self.listener.start()
-            frame = self._frame(address, record, request, call, body)
+            front = self._front(address, record, request, call, len(body or b""))
             connection = await self._pools.connection(address)
         except BaseException:
             call.close()
@@ -409,7 +409,7 @@ class CallhomeClientLane:
         self.listener.expect(call)
         if call.input is not None:
             self.listener.expect(call.input)
-        connection.submit(frame, call.on_ack)
+        connection.submit((front, body or b""), call.on_ack)
         return call
 
     async def _gate(self, record: EndpointRecord, request: CallRequest) -> _Gate | None:
@@ -420,14 +420,15 @@ class CallhomeClientLane:
             await held.wait()
         return _Gate(self._gates, key, self.loop)
 
-    def _frame(
+    def _front(
         self,
         address: TcpAddress,
         record: EndpointRecord,
         request: CallRequest,
         call: _Call,
-        body: bytes | None,
+        body_bytes: int,
     ) -> bytes:
+        """The request frame up to the body of that length."""
         control = ControlHeader(
             id=request.call_id,
             codec=record.codec,
@@ -443,12 +444,10 @@ class CallhomeClientLane:
             sent_ns=time.time_ns(),
             trace=request.trace,
         )
-        return encode_request_frame(
-            address.path,
-            headers,
-            encode_request_payload(control, body),
-            max_message_bytes=self.config.max_message_bytes,
-        )
+        inner = encode_payload_front(control, body_bytes)
+        limit_bytes = self.config.max_message_bytes
+        size = len(inner) + body_bytes
+        return encode_request_front(address.path, headers, size, limit_bytes) + inner
 
     def _way_to(self, end: _Call | _Input, request: CallRequest) -> ConnectionInfo:
         """Where the worker is to connect to for one of the streams."""

@@ -18,7 +18,12 @@ from dynamo.runtime._transports.callhome_client import (
     overloaded,
     too_large_there,
 )
-from dynamo.runtime._transports.connection import Limit, connect, spawn
+from dynamo.runtime._transports.connection import (
+    Limit,
+    SpareMemory,
+    connect,
+    spawn,
+)
 from dynamo.runtime._transports.duplex import DuplexConnection
 from dynamo.runtime._wire.callhome import too_large_text
 from dynamo.runtime._wire.duplex import STARTED, WRITABLE, ClientSide
@@ -36,7 +41,7 @@ from dynamo.runtime._wire.duplex_frames import (
     TOO_LARGE,
     Hello,
     RequestHead,
-    encode_request,
+    encode_request_front,
 )
 from dynamo.runtime._wire.faults import (
     error_of_unreadable,
@@ -95,18 +100,17 @@ class _Call:
         connection: _WorkerConnection,
         record: EndpointRecord,
         events: CallEvents,
-        payload: bytes,
-        *,
-        streamed: bool,
+        front: bytes,
+        value: bytes | None,
     ) -> None:
         self._connection = connection
         self._record = record
         self._codec = record.codec
         self._events = events
-        self._streamed = streamed
+        self._streamed = value is None
         self._acknowledged = False
         self._over = False
-        self._stream = connection.side.open(payload)
+        self._stream = connection.side.open(front, value or b"")
         self._stream.owner = self
 
     # CallHandle
@@ -155,7 +159,7 @@ class _Call:
 
     # What the connection reports.
 
-    def on_item(self, body: bytes | bytearray) -> None:
+    def on_item(self, body: bytes | memoryview) -> None:
         if self._over:
             return
         try:
@@ -266,7 +270,7 @@ class _WorkerConnection(DuplexConnection):
     side: ClientSide
 
     def __init__(self, link: _Link) -> None:
-        self.side = ClientSide(Hello())
+        self.side = ClientSide(Hello(), link.memory)
         super().__init__(link.loop, link.config, self.side)
         self.greeted: asyncio.Future[None] = link.loop.create_future()
         self._link = link
@@ -295,13 +299,14 @@ class _WorkerConnection(DuplexConnection):
             body = encode_for(record, request.value, body, CallError)
         assert self.side.peer is not None
         limit = self._config.max_message_bytes
-        payload = encode_request(
-            _head_of(path, record.codec, request), body or b"", limit
-        )
+        body_bytes = len(body or b"")
+        head = _head_of(path, record.codec, request)
+        front = encode_request_front(head, body_bytes, limit)
+        size = len(front) + body_bytes
         limit_there = self.side.peer.max_message_bytes or limit
-        if len(payload) > limit_there:
-            raise too_large_there(too_large_text(len(payload), limit_there))
-        call = _Call(self, record, events, payload, streamed=body is None)
+        if size > limit_there:
+            raise too_large_there(too_large_text(size, limit_there))
+        call = _Call(self, record, events, front, body)
         limit_at = self._loop.time() + self._config.request_timeout_s
         self._unacknowledged[call] = limit_at
         if self._timer is None:
@@ -461,6 +466,7 @@ class _Link:
     def __init__(self, lane: DuplexClientLane, address: TcpAddress) -> None:
         self.loop = lane.loop
         self.config = lane.config
+        self.memory = lane.memory
         self.authority = address.authority
         self._lane = lane
         self._host = address.host
@@ -615,6 +621,7 @@ class DuplexClientLane:
         self.loop = loop
         self.config = config
         self.connecting = asyncio.Semaphore(config.global_connect_limit)
+        self.memory = SpareMemory(loop)
         self._links: dict[tuple[str, int], _Link] = {}
         self._closed = False
 
