@@ -608,9 +608,14 @@ def text_of(data: bytes) -> str:
         return data.decode("utf-8", "surrogateescape")
 
 
-@target("headers", "propagation.read_trace", "propagation.sent_by_ours")
+@target(
+    "headers",
+    "propagation.read_trace",
+    "propagation.sent_by_ours",
+    "propagation.read_remaining_ms",
+)
 def trace_headers(data: bytes) -> str:
-    """The headers of a request; a trace that was read is passed on unchanged."""
+    """The headers of a request; trace and time left are passed on unchanged."""
     raw_headers = data[:0xFFFF]
     size = len(raw_headers).to_bytes(2, "big")
     frame = b"\0\0" + size + raw_headers + bytes(4)
@@ -618,10 +623,16 @@ def trace_headers(data: bytes) -> str:
     require(isinstance(request, callhome.RequestReceived), "no request", request)
     headers: dict[str, str] = getattr(request, "headers")  # noqa: B009
     trace = propagation.read_trace(headers)
+    remaining_ms = propagation.read_remaining_ms(headers)
     sent = propagation.request_headers(
-        request_id="id", path="path", sent_ns=0, trace=trace
+        request_id="id",
+        path="path",
+        sent_ns=0,
+        trace=trace,
+        remaining_ms=remaining_ms,
     )
+    require(propagation.read_remaining_ms(sent) == remaining_ms, "another time", sent)
     require(propagation.read_trace(sent) == trace, "another trace", trace, sent)
     require(propagation.sent_by_ours(sent), "not known as ours", sent)
     fields = [] if trace is None else [value is not None for value in trace]
-    return f"{bool(headers)} {fields} {propagation.sent_by_ours(headers)}"
+    return f"{bool(headers)} {fields} {propagation.sent_by_ours(headers)} {remaining_ms is not None}"

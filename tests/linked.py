@@ -44,6 +44,7 @@ class Link:
     requests: Relay
     answers: Relay
     serving: asyncio.Future[tuple[()]]
+    lanes: tuple[str, ...] = ()
 
     @property
     def record(self) -> EndpointRecord:
@@ -58,6 +59,7 @@ class Link:
             address=tcp_address("127.0.0.1", self.requests.port, path),
             device_type="cpu",
             codec="msgpack",
+            lanes=self.lanes,
             ours=True,
         )
 
@@ -98,15 +100,19 @@ async def closed(runtime: DistributedRuntime) -> None:
 
 
 @contextlib.asynccontextmanager
-async def linked(handler: Any, **settings: Any) -> AsyncIterator[Link]:
+async def linked(
+    handler: Any, *, lanes: tuple[str, ...] = (), **settings: Any
+) -> AsyncIterator[Link]:
     """Serve the handler, and have a client that calls it through two relays.
 
     Args:
         handler: What is served.
+        lanes: What the worker's record names; all on ``link.requests`` if it is one.
         settings: Members of both runtimes' `RuntimeConfig` to replace.
     """
     loop = asyncio.get_running_loop()
     link = Link()
+    link.lanes = lanes
     link.worker = DistributedRuntime(loop, "mem", "tcp")
     link.caller = DistributedRuntime(loop, "mem", "tcp")
     for runtime in (link.worker, link.caller):

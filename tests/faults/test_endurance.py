@@ -270,6 +270,27 @@ async def test_calls_leave_nothing_for_the_cyclic_collector(
         assert await grown(lambda: way(pair), 40) == {}
 
 
+@pytest.mark.parametrize("where", ["its own wait", "ours, for a caller that is behind"])
+async def test_handlers_that_are_cancelled_leave_nothing_for_it(where: str) -> None:
+    """Not even what they were about to send: that may be large."""
+
+    async def hush(request: str) -> AsyncIterator[bytes]:
+        yield bytes(1000)
+        if request == "its own wait":
+            await asyncio.Event().wait()
+        while True:
+            yield bytes(100_000)
+
+    async with served(hush) as pair:
+
+        async def call() -> None:
+            stream = await pair.call(where)
+            await within(stream.__anext__())
+            await stream.aclose()
+
+        assert await grown(call, 40) == {}
+
+
 async def test_calls_with_streamed_input_leave_nothing_for_it_either() -> None:
     async def total(stream: PyAsyncRequestStream) -> AsyncIterator[int]:
         yield sum([number async for number in stream])

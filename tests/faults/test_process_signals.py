@@ -363,6 +363,48 @@ assert signal.getsignal(signal.SIGTERM) is mine
     assert await worker.ended() == 0
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
+async def test_a_program_may_drain_from_a_signal_handler_of_its_loop(
+    programs: Programs, client: Client, runner: str
+) -> None:
+    """What programs for the genuine runtime do; ours gives way also when it was first."""
+    worker = await started(
+        programs,
+        WORKER.replace(
+            "    await serving\n",
+            """
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, runtime.shutdown)
+    say("mine")
+    await serving
+""",
+        ),
+        runner,
+    )
+    await worker.says("mine")
+    stream = await begun(client, "line")
+    worker.send(signal.SIGTERM)
+    await eventually(lambda: not programs.records, SOON_S)
+    worker.write_line()
+    assert [item async for item in stream] == ["finished"]
+    await worker.says("returned")
+    await worker.says("over")
+    assert await worker.ended() == 0, worker.stderr
+
+
+async def test_requests_that_are_not_to_be_waited_for_are_stopped_by_a_signal(
+    programs: Programs, client: Client
+) -> None:
+    text = WORKER.replace("(handle)", "(handle, graceful_shutdown=False)")
+    worker = await started(programs, text)
+    stream = await begun(client, "for ever")
+    worker.send(signal.SIGTERM)
+    with pytest.raises(StreamBroken):
+        await stream.__anext__()
+    await worker.says("returned")
+    await worker.says("over")
+    assert await worker.ended(SOON_S) == 0, worker.stderr
+
+
 async def test_handlers_are_put_back_after_the_worker(programs: Programs) -> None:
     program = await programs.start(
         """

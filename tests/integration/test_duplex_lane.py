@@ -16,7 +16,7 @@ from relay import Cut, Relay, relay_to
 
 from dynamo.runtime import Client, Context, DistributedRuntime
 from dynamo.runtime._calls.streams import ResponseSender
-from dynamo.runtime._transports.duplex_client import _WorkerConnection
+from dynamo.runtime._transports.duplex_client import _Link, _WorkerConnection
 from dynamo.runtime._transports.duplex_worker import DuplexWorkerConnection
 from dynamo.runtime._wire.duplex import LAST_ID_TO_OPEN
 from dynamo.runtime._wire.duplex_frames import PREFACE
@@ -220,7 +220,7 @@ async def test_metadata_deadline_and_trace_reach_the_handler() -> None:
         assert (call_id, metadata) == ("my-id", {"tenant": "blue"})
         assert deadline == pytest.approx(context._state.deadline, abs=1)
         context._state.deadline = loop.time() - 0.001
-        with pytest.raises(CallTimeout, match="deadline of the context has passed"):
+        with pytest.raises(CallTimeout, match="did not end in time"):
             await link.items(context=context)
         assert len(seen) == 1
 
@@ -671,6 +671,29 @@ async def test_a_preface_may_come_byte_by_byte() -> None:
             await asyncio.sleep(0.001)
         assert (await within(loop.sock_recv(sock, 100))).startswith(PREFACE)
         sock.close()
+
+
+async def test_a_connection_lost_in_the_turn_in_which_it_stood_fails_the_call_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request must not wait there for an answer that cannot come."""
+    original = _Link._open
+
+    async def lost_at_once(link: _Link) -> _WorkerConnection:
+        connection = await original(link)
+        connection.abort()
+        return connection
+
+    async def echo(request: Any) -> AsyncIterator[Any]:
+        yield request
+
+    async with linked(echo, request_timeout_s=60.0) as link:
+        with monkeypatch.context() as patch:
+            patch.setattr(_Link, "_open", lost_at_once)
+            with pytest.raises(ConnectionFailed) as caught:
+                await within(link.call())
+        assert caught.value.retryable
+        assert "as soon as it stood" in str(caught.value.facts["reason"])
 
 
 # ----------------------------------------------------------------------------- draining

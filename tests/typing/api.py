@@ -171,6 +171,21 @@ async def calls_give_streams(client: Client, context: Context) -> None:
     await client.direct("request", client.instance_ids()[0])
 
 
+async def calls_have_limits(client: Client) -> None:
+    def go_on(items_so_far: int, error: StreamError) -> list[int] | None:
+        return [items_so_far] if isinstance(error, TimeoutError) else None
+
+    context = Context(timeout=1.5)
+    stream = await client.random("request", context=context, on_stream_lost=go_on)
+    assert_type(stream, AsyncResponseStream)
+    await client.round_robin(1, timeout=5, first_item_timeout=1.5, idle_timeout=1)
+    await client.generate(1, idempotent=True)
+    await client.direct(1, 7, timeout=1)
+    await client.bidirectional([1], timeout=1)
+    await client.device_aware_weighted(1, idle_timeout=1)
+    await UnaryClient(client).complete(1, timeout=1, idempotent=True)
+
+
 async def endless() -> AsyncIterator[dict[str, int]]:
     yield {"a": 1}
 

@@ -35,6 +35,7 @@ from dynamo.runtime.errors import (
     Refused,
     RemoteError,
     RuntimeClosed,
+    StreamTimeout,
 )
 
 LIMIT_S = 5.0
@@ -437,6 +438,25 @@ async def test_one_failure_in_a_hundred_keeps_an_instance_in_its_turn(
         with contextlib.suppress(CallTimeout):
             numbers.update(await cluster.chosen(client.round_robin, 1))
     assert numbers == {1: 495, 2: 500}
+
+
+async def test_first_items_that_do_not_come_in_time_eject(cluster: Cluster):
+    await cluster.join(1, 2)
+    client = cluster.client()
+    for _ in range(3):
+        assert await client.wait_for_instances() == [1, 2]
+        stream = await client.direct(None, 1, first_item_timeout=0.01)
+        with pytest.raises(StreamTimeout):
+            await anext(stream)
+    assert await client.wait_for_instances() == [2]
+    assert cluster.home.health.reason(1) == (
+        "the first item did not come in time, 3 in a row"
+    )
+    # A stream that comes to its end is what brings it back.
+    stream = await client.direct(None, 1)
+    assert await client.wait_for_instances() == [2]
+    cluster.lane.opened[-1].events.on_ended()
+    assert await client.wait_for_instances() == [1, 2]
 
 
 async def test_switched_off_a_dead_instance_keeps_its_turn(cluster: Cluster):

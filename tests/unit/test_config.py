@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import socket
 from pathlib import Path
 
@@ -62,7 +63,20 @@ SECONDS = [
     ),
     ("DYN_RUNTIME_BLOCKED_LOOP_SECS", "blocked_loop_s", 1.0, "0", 0.0),
     ("DYN_RUNTIME_CANCEL_GRACE_SECS", "cancel_grace_s", 5.0, "0", 0.0),
+    ("DYN_RUNTIME_CALL_TIMEOUT_SECS", "call_timeout_s", math.inf, "60", 60.0),
+    (
+        "DYN_RUNTIME_FIRST_ITEM_TIMEOUT_SECS",
+        "first_item_timeout_s",
+        math.inf,
+        "0.5",
+        0.5,
+    ),
+    ("DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", "idle_timeout_s", math.inf, "1", 1.0),
 ]
+
+
+def test_no_seconds_are_no_limit() -> None:
+    assert named(DYN_RUNTIME_CALL_TIMEOUT_SECS="0") == named()
 
 
 @pytest.mark.parametrize(

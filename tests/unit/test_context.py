@@ -246,7 +246,9 @@ def test_contexts_are_equal_only_to_themselves():
 
 
 def test_signatures_are_the_published_ones():
-    assert list(inspect.signature(Context).parameters) == ["id", "metadata"]
+    *published, ours = inspect.signature(Context).parameters.values()
+    assert [one.name for one in published] == ["id", "metadata"]
+    assert (ours.name, ours.kind, ours.default) == ("timeout", ours.KEYWORD_ONLY, None)
     pop = inspect.signature(ContextMetadata.pop).parameters["default"]
     assert pop.default is not pop.empty
 

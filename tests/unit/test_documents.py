@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "dynamo" / "runtime"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs/design/architecture.md").read_text(encoding="utf-8")
+SEMANTICS = (ROOT / "docs/semantics.md").read_text(encoding="utf-8")
 FAULTS = (ROOT / "tests/faults/README.md").read_text(encoding="utf-8")
 
 
@@ -89,3 +90,22 @@ def test_table_of_faults_names_tests_that_exist():
         for path, test in named:
             text = (ROOT / "tests" / path).read_text(encoding="utf-8")
             assert f"def {test}(" in text, f"{name} names {path}::{test}"
+
+
+def test_each_row_of_the_semantics_names_tests_that_exist():
+    rows = [row for row in SEMANTICS.splitlines() if row.startswith("| ")]
+    rows = [row for row in rows if not row.startswith("| What happens |")]
+    assert len(rows) > 35
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", row.rsplit(" | ", 1)[1])
+        assert named, row
+        for path, test in named:
+            text = (ROOT / "tests" / path).read_text(encoding="utf-8")
+            assert f"def {test}(" in text, f"{path}::{test} is named by {row}"
+
+
+def test_the_semantics_name_settings_that_are_read():
+    source = (SOURCE / "_config.py").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(DYN_[A-Z_]+)`", SEMANTICS))
+    assert len(named) > 6
+    assert {name for name in named if f'"{name}"' not in source} == set()

@@ -11,23 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from memory_lane import NAME, MemoryLane, Opened, record, silent, started
+from memory_lane import Opened, World, silent, started
 
 from dynamo.runtime._calls import egress
 from dynamo.runtime._calls.context import ContextState
-from dynamo.runtime._calls.egress import OutgoingCall, Selection
 from dynamo.runtime._calls.streams import Annotated, AsyncResponseStream
-from dynamo.runtime._discovery.health import Health
-from dynamo.runtime._discovery.instances import InstanceSet
-from dynamo.runtime._discovery.memory import MemoryBackend, MemoryStore
-from dynamo.runtime._routing.ejection import EjectionPolicy
-from dynamo.runtime._transports import CallRequest
 from dynamo.runtime._wire.payload import AnnotatedItem
-from dynamo.runtime._wire.records import (
-    INSTANCES,
-    EndpointRecord,
-    encode_record,
-)
 from dynamo.runtime.errors import (
     CallError,
     ConnectionFailed,
@@ -43,75 +32,6 @@ from dynamo.runtime.errors import (
 )
 
 LIMIT_S = 5.0
-
-
-class World:
-    """Instances 1 and 2, a lane, and what was noted about them."""
-
-    def __init__(self, *, stands: bool = False) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.lane = MemoryLane(stands=stands)
-        self.backend = MemoryBackend(MemoryStore())
-        self.in_flight: dict[int, int] = {}
-        self.withdrawn: list[int] = []
-        self.overloaded: list[tuple[int, float]] = []
-
-    async def open(self) -> None:
-        for number in (1, 2):
-            one = record(number)
-            await self.backend.register(INSTANCES, one.key, encode_record(one))
-        self.instances = await InstanceSet.open(self.backend, NAME)
-        policy = EjectionPolicy(first_s=1000.0, max_s=1000.0)
-        self.health = Health(self.loop, self.instances, self.lane.probe, policy)
-
-    @property
-    def usable(self) -> list[int]:
-        return [one.instance_id for one in self.health.usable]
-
-    async def remove(self, number: int) -> None:
-        await self.backend.unregister(INSTANCES, record(number).key)
-        await asyncio.sleep(0)
-
-    def choose(self, tried: frozenset[int]) -> EndpointRecord:
-        for one in self.instances.records:
-            if one.instance_id not in tried:
-                return one
-        raise NoInstances("Unavailable: nobody")
-
-    def withdraw(self, instance_id: int, reason: str) -> None:
-        self.withdrawn.append(instance_id)
-
-    def overload(self, instance_id: int, duration_s: float) -> None:
-        self.overloaded.append((instance_id, duration_s))
-
-    async def explained(self, error: NoInstances) -> NoInstances:
-        return error
-
-    def call(
-        self,
-        context: ContextState | None = None,
-        *,
-        annotated: bool = False,
-        fixed: bool = False,
-    ) -> OutgoingCall:
-        selection = Selection(
-            self.choose,
-            self.instances,
-            self.health,
-            self.in_flight,
-            self,
-            fixed=fixed,
-        )
-        request = CallRequest(call_id="id", value=None, packed=b"\xc0", metadata={})
-        return OutgoingCall(
-            self.loop, self.lane, request, selection, context, annotated=annotated
-        )
-
-    async def stream(
-        self, context: ContextState | None = None, **options: bool
-    ) -> tuple[AsyncResponseStream, Opened]:
-        stream = await self.call(context, **options).start()
-        return stream, self.lane.opened[-1]
 
 
 @pytest.fixture(params=[False, True], ids=["connects", "connected"])

@@ -8,14 +8,17 @@ import contextvars
 import dataclasses
 import gc
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from dynamo.runtime import Context
 from dynamo.runtime._calls import ingress
 from dynamo.runtime._calls.admission import Admission
+from dynamo.runtime._calls.deadlines import inherited
 from dynamo.runtime._calls.handlers import Handler
 from dynamo.runtime._calls.ingress import EndpointIngress
 from dynamo.runtime._config import RuntimeConfig, from_env
@@ -119,6 +122,14 @@ class Call:
 
     def kill(self) -> None:
         self.reply.events.on_stop(killed=True)
+
+
+def limited(left_s: float) -> Call:
+    """A call that must have ended so many seconds from now."""
+    call = Call()
+    assert isinstance(call.request, IncomingRequest)
+    call.request.deadline = time.monotonic() + left_s
+    return call
 
 
 def streamed() -> Call:
@@ -1146,3 +1157,129 @@ async def test_a_stop_while_a_handler_is_closed_makes_no_second_report(
 def test_the_unaware_are_told_within_the_promise():
     assert ingress._UNAWARE_GRACE_S < 0.1
     assert logging.getLogger("dynamo.runtime.ingress") is ingress._log
+
+
+# ------------------------------------------------------------------ deadlines
+
+
+LATE = ["start", "DeadlineExceeded: TimeoutError: the deadline of the call has passed"]
+
+
+async def test_a_handler_ends_at_the_deadline_without_a_word_of_its_caller(
+    worker: Worker,
+):
+    ended: list[Any] = []
+
+    async def handler(request, context):
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        finally:
+            ended.append((time.monotonic() - context.deadline, context.is_killed()))
+
+    worker.serve(handler)
+    assert await worker.answer(limited(0.05)) == [LATE[0], 1, LATE[1], "finish"]
+    ((late_s, killed),) = ended
+    assert late_s > 0
+    assert killed
+
+
+async def test_a_request_that_waits_for_its_turn_beyond_its_deadline_never_runs(
+    worker: Worker,
+):
+    go = asyncio.Event()
+    ran: list[Any] = []
+
+    async def handler(request):
+        ran.append(request)
+        await go.wait()
+        yield request
+
+    endpoint = worker.serve(handler, admission=Admission(1, 5))
+    first, second = Call(), limited(0.02)
+    assert endpoint.offer(first) is endpoint.offer(second) is None
+    await until(lambda: endpoint.in_flight == 1)
+    assert second.reply.told == [*LATE, "finish"]
+    go.set()
+    await asyncio.wait_for(endpoint.idle(), LIMIT_S)
+    assert ran == ["request"]
+
+
+async def test_a_deadline_ends_a_request_whose_caller_cannot_be_reached_yet(
+    worker: Worker,
+):
+    async def handler(request):
+        yield request
+
+    endpoint = worker.serve(handler)
+    call = limited(0.02)
+    call.opening = asyncio.Event()
+    assert endpoint.offer(call) is None
+    await asyncio.wait_for(endpoint.idle(), LIMIT_S)
+    assert call.reply.told == []
+
+
+async def test_a_call_that_ends_in_time_is_watched_no_more(worker: Worker):
+    async def handler(request):
+        yield request
+
+    endpoint = worker.serve(handler)
+    assert await worker.answer(limited(60)) == ["start", "request", "finish"]
+    assert not endpoint.deadlines._watched
+    assert endpoint.deadlines._timer is None
+
+
+async def test_what_a_handler_starts_has_its_deadline(worker: Worker):
+    seen: list[Any] = []
+
+    async def note() -> None:
+        seen.append(Context().deadline)
+
+    async def handler(request, context):
+        seen.append(context.deadline)
+        seen.append(Context().deadline)
+        await asyncio.create_task(note())
+        await asyncio.to_thread(lambda: seen.append(Context().deadline))
+        seen.append(context.detached("other").deadline)
+        yield request
+
+    worker.serve(handler)
+    call = limited(60)
+    await worker.answer(call)
+    assert isinstance(call.request, IncomingRequest)
+    assert seen == [call.request.deadline] * 4 + [None]
+    seen.clear()
+    await worker.answer()
+    assert seen == [None] * 5
+
+
+async def test_a_plain_generator_has_the_deadline_in_its_thread(worker: Worker):
+    seen: list[float | None] = []
+
+    def handler(request):
+        seen.append(Context().deadline)
+        yield request
+
+    worker.serve(handler)
+    call = limited(60)
+    await worker.answer(call)
+    assert isinstance(call.request, IncomingRequest)
+    assert seen == [call.request.deadline]
+
+
+async def test_an_endpoint_served_by_a_handler_has_no_deadline_of_that_handler(
+    worker: Worker,
+):
+    seen: list[float | None] = []
+
+    async def handler(request):
+        seen.append(Context().deadline)
+        yield request
+
+    token = inherited.set(time.monotonic() + 60)
+    try:
+        worker.serve(handler)
+    finally:
+        inherited.reset(token)
+    await worker.answer()
+    assert seen == [None]

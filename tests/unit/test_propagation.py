@@ -6,6 +6,7 @@ import pytest
 
 from dynamo.runtime._wire.propagation import (
     TraceContext,
+    read_remaining_ms,
     read_trace,
     request_headers,
     sent_by_ours,
@@ -80,3 +81,18 @@ def test_malformed_traceparent_is_dropped_and_the_rest_kept(traceparent: str) ->
     assert read_trace({"traceparent": traceparent}) is None
     headers = {"traceparent": traceparent, "tracestate": "v=1", "x-request-id": "me"}
     assert read_trace(headers) == TraceContext(None, "v=1", "me")
+
+
+def test_the_time_left_travels_as_milliseconds() -> None:
+    headers = request_headers(
+        request_id="id", path="p", sent_ns=0, trace=None, remaining_ms=1500
+    )
+    assert headers["x-dynamo-py-remaining-ms"] == "1500"
+    assert read_remaining_ms(headers) == 1500
+    assert sent_by_ours(headers)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "\u0661", "x", "1" * 16, " 1"])
+def test_an_unreadable_time_left_is_none(text: str) -> None:
+    assert read_remaining_ms({"x-dynamo-py-remaining-ms": text}) is None
+    assert read_remaining_ms({}) is None

@@ -18,8 +18,9 @@ class Caller:
         self.calls: list[tuple[object, bool, object]] = []
         self.closed = 0
 
-    async def round_robin(self, request, *, annotated, context):
+    async def round_robin(self, request, *, annotated, context, **options):
         self.calls.append((request, annotated, context))
+        self.options = options
         return self.answers()
 
     async def answers(self):
@@ -46,6 +47,14 @@ async def test_the_one_item_is_the_answer():
     assert await UnaryClient(caller).complete(request=7) == "a"
     assert caller.calls == [([1], False, context), (7, False, None)]
     assert caller.closed == 2
+
+
+async def test_only_options_that_were_given_are_passed_on():
+    caller = Caller(["a"])
+    await UnaryClient(caller).complete(1)
+    assert caller.options == {}
+    await UnaryClient(caller).complete(1, timeout=2.5, idempotent=True)
+    assert caller.options == {"timeout": 2.5, "idempotent": True}
 
 
 async def named_by_the_user(request, *, context):

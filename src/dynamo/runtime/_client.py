@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from dynamo.runtime._calls.choosing import Chooser
 from dynamo.runtime._calls.context import Context, new_id
-from dynamo.runtime._calls.egress import OutgoingCall
+from dynamo.runtime._calls.deadlines import NO_LIMITS, inherited
+from dynamo.runtime._calls.egress import NO_OPTIONS, CallOptions, OutgoingCall
 from dynamo.runtime._calls.pump import Requests, iterator_of
 from dynamo.runtime._discovery.instances import Instance
 from dynamo.runtime._discovery.model_cards import Wanted
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dynamo.runtime._calls.choosing import ClientHome
+    from dynamo.runtime._calls.egress import OnStreamLost
     from dynamo.runtime._calls.streams import AsyncResponseStream
     from dynamo.runtime._wire.records import EndpointRecord
 
@@ -193,45 +195,107 @@ class Client(Unconstructible):
         request: Any,
         annotated: bool | None = True,
         context: Context | None = None,
+        *,
+        timeout: float | None = None,
+        first_item_timeout: float | None = None,
+        idle_timeout: float | None = None,
+        idempotent: bool = False,
+        on_stream_lost: OnStreamLost | None = None,
     ) -> asyncio.Future[AsyncResponseStream]:
         """Call an instance chosen uniformly at random.
 
         Args:
             request: Any value that MessagePack can carry.
             annotated: Whether items come as `Annotated`; None means False.
-            context: Id, metadata and cancellation of the call; linked to it.
+            context: Id, metadata, deadline and cancellation of the call; linked to it.
+            timeout: Seconds for the whole call, to the end of its stream.  None is what
+                ``DYN_RUNTIME_CALL_TIMEOUT_SECS`` says; ``math.inf`` is no limit, here
+                and below.
+            first_item_timeout: Seconds from now to the first item
+                (``DYN_RUNTIME_FIRST_ITEM_TIMEOUT_SECS``).
+            idle_timeout: Seconds without an item while the stream is read
+                (``DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS``).  Counts before the first item
+                too, from the start of the handler, unless that has a limit of its own.
+            idempotent: A handler may see the request twice: also send it elsewhere if it
+                may have run, but never after an item came.
+            on_stream_lost: Called as ``on_stream_lost(items_so_far, error)`` when the
+                stream breaks, or its handler goes down, once all items that came have
+                been read: with a request that continues the answer elsewhere, to be
+                sent there, or None to have the error raised.  Runs on the runtime's loop
+                and must return at once.
 
         Returns:
             A future of the response stream.
 
         Raises:
             TypeError: an argument of the wrong type, or a value that cannot be sent.
+            ValueError: a limit that is negative or not a number.
             OverflowError: an integer beyond 64 bits in the request.
             CallError: nobody took the call (from the future).
+            CallTimeout: a limit passed before the stream began (a TimeoutError too; from
+                the future).  Afterwards the stream raises a `StreamTimeout`.
         """
-        return self._call(self._chooser.random, request, annotated, context)
+        options = self._options(
+            context,
+            timeout,
+            first_item_timeout,
+            idle_timeout,
+            idempotent,
+            on_stream_lost,
+        )
+        return self._call(self._chooser.random, request, annotated, context, options)
 
     def round_robin(
         self,
         request: Any,
         annotated: bool | None = True,
         context: Context | None = None,
+        *,
+        timeout: float | None = None,
+        first_item_timeout: float | None = None,
+        idle_timeout: float | None = None,
+        idempotent: bool = False,
+        on_stream_lost: OnStreamLost | None = None,
     ) -> asyncio.Future[AsyncResponseStream]:
         """Call the next instance in the order of ids.  Like `random` otherwise."""
-        return self._call(self._chooser.round_robin, request, annotated, context)
+        options = self._options(
+            context,
+            timeout,
+            first_item_timeout,
+            idle_timeout,
+            idempotent,
+            on_stream_lost,
+        )
+        return self._call(
+            self._chooser.round_robin, request, annotated, context, options
+        )
 
     def generate(
         self,
         request: Any,
         annotated: bool | None = True,
         context: Context | None = None,
+        *,
+        timeout: float | None = None,
+        first_item_timeout: float | None = None,
+        idle_timeout: float | None = None,
+        idempotent: bool = False,
+        on_stream_lost: OnStreamLost | None = None,
     ) -> asyncio.Future[AsyncResponseStream]:
         """Call an instance chosen by the client's router mode.
 
         The default mode is round robin.  KV, which needs a model card, falls back to a
         random choice.  Like `random` otherwise.
         """
-        return self._call(self._by_mode(), request, annotated, context)
+        options = self._options(
+            context,
+            timeout,
+            first_item_timeout,
+            idle_timeout,
+            idempotent,
+            on_stream_lost,
+        )
+        return self._call(self._by_mode(), request, annotated, context, options)
 
     def direct(
         self,
@@ -239,6 +303,10 @@ class Client(Unconstructible):
         instance_id: int,
         annotated: bool | None = True,
         context: Context | None = None,
+        *,
+        timeout: float | None = None,
+        first_item_timeout: float | None = None,
+        idle_timeout: float | None = None,
     ) -> asyncio.Future[AsyncResponseStream]:
         """Call that instance, also if it is being avoided, and no other.
 
@@ -246,7 +314,10 @@ class Client(Unconstructible):
             request: Any value that MessagePack can carry.
             instance_id: One of `instance_ids`.
             annotated: Whether items come as `Annotated`; None means False.
-            context: Id, metadata and cancellation of the call; linked to it.
+            context: Id, metadata, deadline and cancellation of the call; linked to it.
+            timeout: As for `random`, and the other two as well.
+            first_item_timeout: See there.
+            idle_timeout: See there.
 
         Returns:
             A future of the response stream.
@@ -257,13 +328,20 @@ class Client(Unconstructible):
             InstanceNotFound: it is not listed (from the future).
         """
         choose = self._chooser.exactly(_check_id(instance_id))
-        return self._call(choose, request, annotated, context, fixed=True)
+        options = self._options(context, timeout, first_item_timeout, idle_timeout)
+        return self._call(choose, request, annotated, context, options, fixed=True)
 
     def device_aware_weighted(
         self,
         request: Any,
         annotated: bool | None = True,
         context: Context | None = None,
+        *,
+        timeout: float | None = None,
+        first_item_timeout: float | None = None,
+        idle_timeout: float | None = None,
+        idempotent: bool = False,
+        on_stream_lost: OnStreamLost | None = None,
     ) -> asyncio.Future[AsyncResponseStream]:
         """Call an instance chosen by load, for clients made with such a router mode.
 
@@ -280,7 +358,15 @@ class Client(Unconstructible):
             RouterMode.DeviceAwareWeighted,
         )
         choose = self._by_mode() if weighs else self._chooser.not_weighted
-        return self._call(choose, request, annotated, context)
+        options = self._options(
+            context,
+            timeout,
+            first_item_timeout,
+            idle_timeout,
+            idempotent,
+            on_stream_lost,
+        )
+        return self._call(choose, request, annotated, context, options)
 
     def bidirectional(
         self,
@@ -289,6 +375,9 @@ class Client(Unconstructible):
         context: Context | None = None,
         *,
         instance_id: int | None = None,
+        timeout: float | None = None,
+        first_item_timeout: float | None = None,
+        idle_timeout: float | None = None,
     ) -> asyncio.Future[AsyncResponseStream]:
         """Call an endpoint that takes a stream of requests.
 
@@ -308,6 +397,9 @@ class Client(Unconstructible):
             annotated: Whether items come as `Annotated`; None means False.
             context: Id, metadata and cancellation of the call; linked to it.
             instance_id: That instance and no other; None chooses as `generate` does.
+            timeout: As for `random`, and the other two as well.
+            first_item_timeout: See there.
+            idle_timeout: See there.
 
         Returns:
             A future of the response stream.
@@ -341,12 +433,14 @@ class Client(Unconstructible):
         choose = self._by_mode()
         if instance_id is not None:
             choose = self._chooser.exactly(_check_id(instance_id))
+        options = self._options(context, timeout, first_item_timeout, idle_timeout)
         source = iterator_of(requests)
         return self._call(
             choose,
             None,
             annotated,
             context,
+            options,
             fixed=instance_id is not None,
             source=source,
         )
@@ -361,12 +455,42 @@ class Client(Unconstructible):
             int(RouterMode.DeviceAwareWeighted): chooser.device_aware,
         }.get(int(self._mode), chooser.random)
 
+    def _options(
+        self,
+        context: Context | None,
+        timeout: float | None,
+        first_item_timeout: float | None,
+        idle_timeout: float | None,
+        idempotent: bool = False,
+        on_stream_lost: OnStreamLost | None = None,
+    ) -> CallOptions:
+        if context is None:
+            deadline = inherited.get()
+        elif isinstance(context, Context):
+            deadline = context._state.deadline
+        else:
+            raise TypeError(
+                f"argument 'context': expected a Context, not {type(context).__name__}"
+            )
+        limits = self._home.limits.of_call(
+            timeout, first_item_timeout, idle_timeout, deadline
+        )
+        if limits is NO_LIMITS and not idempotent and on_stream_lost is None:
+            return NO_OPTIONS
+        if on_stream_lost is not None and not callable(on_stream_lost):
+            raise TypeError(
+                "argument 'on_stream_lost': expected a callable, not "
+                f"{type(on_stream_lost).__name__}"
+            )
+        return CallOptions(limits, idempotent, on_stream_lost)
+
     def _call(
         self,
         choose: Callable[[frozenset[int]], EndpointRecord],
         request: object,
         annotated: bool | None,
         context: Context | None,
+        options: CallOptions,
         *,
         fixed: bool = False,
         source: AsyncIterator[Any] | None = None,
@@ -374,10 +498,6 @@ class Client(Unconstructible):
         if annotated is not None and not isinstance(annotated, bool):
             raise TypeError(
                 f"argument 'annotated': expected a bool, not {type(annotated).__name__}"
-            )
-        if context is not None and not isinstance(context, Context):
-            raise TypeError(
-                f"argument 'context': expected a Context, not {type(context).__name__}"
             )
         running = asyncio.get_running_loop()
         state = None if context is None else context._state
@@ -388,7 +508,7 @@ class Client(Unconstructible):
             packed=packed,
             metadata={} if state is None else dict(state.metadata),
             trace=None if state is None else state.trace,
-            deadline=None if state is None else state.deadline,
+            deadline=None if options is NO_OPTIONS else options.deadline,
         )
         call = OutgoingCall(
             self._home.loop,
@@ -396,7 +516,9 @@ class Client(Unconstructible):
             sent,
             self._chooser.selection(choose, fixed=fixed),
             state,
+            self._home.deadlines,
             annotated=bool(annotated),
+            options=options,
             source=source,
         )
         if running is self._home.loop:

@@ -40,6 +40,9 @@ class RuntimeConfig:
     listen_backlog: int
     max_message_bytes: int
 
+    call_timeout_s: float
+    first_item_timeout_s: float
+    idle_timeout_s: float
     request_timeout_s: float
     connect_timeout_s: float
     call_home_timeout_s: float
@@ -119,6 +122,10 @@ class _Reader:
                 f"at least {least:g}"
             )
         return value
+
+    def limit(self, name: str) -> float:
+        """Seconds; infinity, which is no limit, if it is not set or 0."""
+        return self.seconds(name, 0.0) or float("inf")
 
     def host(self, name: str, default: Callable[[], str]) -> str:
         """An IP literal, or the address of the interface of that name."""
@@ -328,6 +335,9 @@ def from_env(
         max_message_bytes=read.whole(
             "DYN_TCP_MAX_MESSAGE_SIZE", 32 * _MIB, least=1024, most=2**32 - 1
         ),
+        call_timeout_s=read.limit("DYN_RUNTIME_CALL_TIMEOUT_SECS"),
+        first_item_timeout_s=read.limit("DYN_RUNTIME_FIRST_ITEM_TIMEOUT_SECS"),
+        idle_timeout_s=read.limit("DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS"),
         request_timeout_s=read.seconds("DYN_TCP_REQUEST_TIMEOUT", 5.0, least=0.001),
         connect_timeout_s=read.seconds("DYN_TCP_CONNECT_TIMEOUT", 5.0, least=0.001),
         call_home_timeout_s=10.0,

@@ -313,7 +313,8 @@ class _Core:
 
         Genuine clients do not send a refused call elsewhere.
         """
-        await self._no_stragglers(deadline - self.loop.time())
+        # Never all of the budget: those in flight need the rest.
+        await self._no_stragglers((deadline - self.loop.time()) / 2)
 
     async def _no_stragglers(self, limit_s: float) -> None:
         """Wait until nobody comes any more, but for ourselves."""

@@ -45,12 +45,22 @@ class UnaryClient:
     def __init__(self, client: _CanCall) -> None:
         self._client = client
 
-    async def complete(self, request: Any, *, context: Context | None = None) -> Any:
+    async def complete(
+        self,
+        request: Any,
+        *,
+        context: Context | None = None,
+        timeout: float | None = None,
+        idempotent: bool = False,
+    ) -> Any:
         """Call the endpoint, round robin, and wait for its answer.
 
         Args:
             request: What to send.
-            context: Id, metadata and cancellation of the call.
+            context: Id, metadata, deadline and cancellation of the call.
+            timeout: Seconds in which the answer must have come, or None; as for
+                `Client.random`.
+            idempotent: The handler may see the request twice; see there.
 
         Returns:
             The one item of the response.
@@ -59,9 +69,14 @@ class UnaryClient:
             RuntimeError: There was no item, or more than one.
             CallError: The call failed; the stream's own errors pass through as well.
         """
-        stream = await self._client.round_robin(
-            request, annotated=False, context=context
-        )
+        options: dict[str, Any] = {}
+        if timeout is not None:
+            options["timeout"] = timeout
+        if idempotent:
+            options["idempotent"] = True
+        # What was not asked for is not named: any client with such a method will do.
+        call: Callable[..., Awaitable[AsyncIterator[Any]]] = self._client.round_robin
+        stream = await call(request, annotated=False, context=context, **options)
         iterator = aiter(stream)
         try:
             return await _only_item(iterator)

@@ -20,7 +20,8 @@
     |   |-- MessageTooLarge               refused before sending, or by the worker
     |   `-- StreamError                   (ValueError) raised while reading the stream
     |       |-- RemoteError               the handler raised
-    |       `-- StreamBroken              (ConnectionError) the stream ended early
+    |       |-- StreamBroken              (ConnectionError) the stream ended early
+    |       `-- StreamTimeout             (TimeoutError) a limit passed in mid-stream
     |-- ProtocolError
     |   |-- LocalProtocolError            we were about to send rubbish
     |   `-- RemoteProtocolError           the peer sent rubbish
@@ -65,6 +66,7 @@ __all__ = [
     "StreamBroken",
     "StreamError",
     "StreamIncomplete",
+    "StreamTimeout",
     "Unknown",
     "WorkerLost",
     "WorkerUnavailable",
@@ -152,6 +154,9 @@ class CallError(DynamoException):
         remote_type: Class name of the exception the handler raised, or None.
         remote_traceback: Its traceback as text, if the worker sent one.
         facts: Further facts by name, for example ``{"listed": 3, "withdrawn": 1}``.
+            After several attempts ``"tried"`` has a pair (instance id, text) for each
+            that came before the last.  Where a limit in time passed, ``"limit"`` names
+            it, the option of the call or the setting.
 
     Example:
         >>> error = CallError("Unavailable: gone", instance_id=7, retryable=True)
@@ -230,7 +235,11 @@ class WorkerLost(CallError, ConnectionError):
 
 
 class CallTimeout(CallError, TimeoutError):
-    """A limit passed before the stream began; the text says which."""
+    """A limit passed before the stream began; ``facts["limit"]`` and the text say which.
+
+    Of the caller's own limits these are ``"timeout"``, ``"first_item_timeout"`` and
+    ``"deadline"`` (that of the context, or of the handler that makes the call).
+    """
 
     phase = "ack"
 
@@ -277,6 +286,15 @@ class RemoteError(StreamError):
 
 class StreamBroken(StreamError, ConnectionError):
     """The stream ended before the worker said that it was complete."""
+
+
+class StreamTimeout(StreamError, TimeoutError):
+    """A limit of the caller passed while the stream was open; the call was ended.
+
+    ``facts`` has the name of the ``"limit"`` (``"timeout"``, ``"first_item_timeout"``,
+    ``"idle_timeout"`` or ``"deadline"``), its ``"seconds"``, and how many ``"items"`` had
+    come.
+    """
 
 
 class ProtocolError(DynamoException):

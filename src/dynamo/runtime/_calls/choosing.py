@@ -12,6 +12,7 @@ import random
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dynamo.runtime._calls.deadlines import Deadlines, DefaultLimits
 from dynamo.runtime._calls.egress import Selection
 from dynamo.runtime._discovery.health import Health
 from dynamo.runtime._discovery.model_cards import ModelCards
@@ -24,6 +25,7 @@ from dynamo.runtime._routing.policies import (
     choose_power_of_two,
     choose_random,
 )
+from dynamo.runtime._routing.retry import RetryBudget
 from dynamo.runtime.errors import (
     CallError,
     DiscoveryError,
@@ -66,6 +68,9 @@ class ClientHome:
     Attributes:
         health: Which instances may be called, after what was seen of them.
         in_flight: Calls per instance id.
+        deadlines: Who looks at calls with limits.
+        limits: Those of calls that name none.
+        budget: For moves beyond the first of a call.
         cards: What the instances' model cards say, for those who wait for it.
     """
 
@@ -84,6 +89,11 @@ class ClientHome:
         self.cards = ModelCards(instances)
         self.health = Health(loop, instances, lane.probe, _policy(config))
         self.in_flight: dict[int, int] = {}
+        self.deadlines = Deadlines(loop)
+        self.limits = DefaultLimits(
+            config.call_timeout_s, config.first_item_timeout_s, config.idle_timeout_s
+        )
+        self.budget = RetryBudget(loop.time())
         self.config = config
         self.run = run
         self.check = check
@@ -279,6 +289,7 @@ class Chooser:
             self.home.health,
             self.home.in_flight,
             self,
+            self.home.budget,
             fixed=fixed,
         )
 

@@ -8,9 +8,12 @@ Nothing here knows a transport or runs user code other than the listeners.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
+from dynamo.runtime._calls.deadlines import inherited, seconds_of
 from dynamo.runtime._observability.tracing import SpanProxy, check_span_arguments
 from dynamo.runtime._sealed import Sealed, Unconstructible, override
 
@@ -209,12 +212,18 @@ class Context(Sealed):
     handler.  A handler that takes a parameter named `context` gets the one of its call;
     given to further calls, it links them: they stop when it stops.
 
+    A context made in a handler has the deadline of that handler's call, `detached` ones
+    excepted.
+
     Args:
         id: Request id; a new version-4 UUID by default.
         metadata: Text by text, copied.
+        timeout: Seconds from now in which all calls with this context must end, or None.
 
     Raises:
-        TypeError: The id is no text, or the metadata no dict of text by text.
+        TypeError: The id is no text, the metadata no dict of text by text, or the
+            time-out no number.
+        ValueError: The time-out is negative or not a number.
         UnicodeEncodeError: A text holds a lone surrogate.
 
     Example:
@@ -234,10 +243,13 @@ class Context(Sealed):
         self,
         id: str | None = None,  # noqa: A002 - the published name
         metadata: dict[str, str] | None = None,
+        *,
+        timeout: float | None = None,
     ) -> None:
         self._state = ContextState(
             new_id() if id is None else _text("id", id),
             {} if metadata is None else _text_dict(metadata),
+            deadline=inherited.get() if timeout is None else _deadline_in(timeout),
         )
 
     @classmethod
@@ -553,6 +565,16 @@ class ContextMetadata(Unconstructible):
     def clear(self) -> None:
         """Remove everything."""
         self._state.metadata.clear()
+
+
+def _deadline_in(timeout: float) -> float | None:
+    """So many seconds from now, or the deadline of the running handler, if sooner."""
+    timeout_s = seconds_of("timeout", timeout)
+    outer = inherited.get()
+    if timeout_s == math.inf:
+        return outer
+    deadline = time.monotonic() + timeout_s
+    return deadline if outer is None else min(deadline, outer)
 
 
 def _text(argument: str, value: object) -> str:

@@ -9,7 +9,10 @@ States of a call::
         ^               |                       |
         |<--retryable---+--on_refused           +--stop: reads on, then OVER
         |                                       +--cancel: OVER at once
-        +-- cancel, stop, removal of the instance: OVER
+        +-- cancel, stop, removal of the instance, a limit in time: OVER
+
+    STREAMING --on_lost, going down, idle--> BROKEN --all was read--> CHOOSING
+      (if no item came and that is allowed, or if the caller gives a request)
 
 A call is no task: the events of its lane move it on.  Only a connection that has to be
 made is waited for in one.
@@ -20,18 +23,25 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import errno
+import functools
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import msgspec
+
+from dynamo.runtime._calls.deadlines import NO_LIMITS, CallClock, Limits, timed_out
 from dynamo.runtime._calls.inbox import Inbox, on_loop, soon_on_loop
 from dynamo.runtime._calls.pump import FarPump, Pump
 from dynamo.runtime._calls.streams import Annotated, AsyncResponseStream
 from dynamo.runtime._routing.ejection import Failure
+from dynamo.runtime._routing.retry import may_be_sent_again
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import spawn
 from dynamo.runtime._wire.faults import exception_of_error, inhibits
+from dynamo.runtime._wire.payload import encode_value
 from dynamo.runtime.errors import (
     CallError,
     CallTimeout,
@@ -39,13 +49,17 @@ from dynamo.runtime.errors import (
     NoInstances,
     Refused,
     StreamBroken,
+    StreamError,
+    StreamTimeout,
     WorkerLost,
 )
 
 if TYPE_CHECKING:
     from dynamo.runtime._calls.context import ContextState
+    from dynamo.runtime._calls.deadlines import Deadlines
     from dynamo.runtime._discovery.health import Health
     from dynamo.runtime._discovery.instances import InstanceSet
+    from dynamo.runtime._routing.retry import RetryBudget
     from dynamo.runtime._transports import (
         CallHandle,
         CallRequest,
@@ -71,6 +85,34 @@ Choose = Callable[[frozenset[int]], "EndpointRecord"]
 """Picks an instance that is not among those already tried, or raises CallError."""
 
 
+OnStreamLost = Callable[[int, StreamError], Any]
+"""Told how many items were read and why no more come; gives a request that continues
+them elsewhere, or None."""
+
+
+class CallOptions(msgspec.Struct, frozen=True):
+    """What the caller wants of a call besides an answer.
+
+    Attributes:
+        limits: How long it may take.
+        idempotent: A handler may see the request twice.
+        on_stream_lost: How to continue a stream that broke, or None.
+    """
+
+    limits: Limits = NO_LIMITS
+    idempotent: bool = False
+    on_stream_lost: OnStreamLost | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """For the worker; None if there is none."""
+        deadline = self.limits.deadline
+        return None if deadline == math.inf else deadline
+
+
+NO_OPTIONS = CallOptions()
+
+
 class Told(Protocol):
     """What one client keeps of what its instances said, and knows of who is there."""
 
@@ -93,10 +135,19 @@ class Selection:
         health: Told what calls saw of the instances.
         in_flight: How many calls each instance has, by id; kept by the calls.
         client: Told what the instances said about themselves.
+        budget: For moves beyond the first of a call.
         fixed: The caller named the instance: never move elsewhere.
     """
 
-    __slots__ = ("choose", "client", "fixed", "health", "in_flight", "instances")
+    __slots__ = (
+        "budget",
+        "choose",
+        "client",
+        "fixed",
+        "health",
+        "in_flight",
+        "instances",
+    )
 
     def __init__(
         self,
@@ -105,6 +156,7 @@ class Selection:
         health: Health,
         in_flight: dict[int, int],
         client: Told,
+        budget: RetryBudget,
         *,
         fixed: bool = False,
     ) -> None:
@@ -113,6 +165,7 @@ class Selection:
         self.health = health
         self.in_flight = in_flight
         self.client = client
+        self.budget = budget
         self.fixed = fixed
 
     def take(self, instance_id: int) -> None:
@@ -156,6 +209,9 @@ def _failure_of(error: Exception, *, inhibits: bool) -> Failure | None:
         return Failure.CONNECTION_LOST
     if isinstance(error, CallTimeout) and inhibits:
         return Failure.NO_ANSWER
+    if isinstance(error, (CallTimeout, StreamTimeout)):
+        waited = error.facts.get("limit") in ("first_item_timeout", "idle_timeout")
+        return Failure.NO_ITEM if waited else None
     return None
 
 
@@ -196,8 +252,10 @@ class OutgoingCall:
         request: CallRequest,
         selection: Selection,
         context: ContextState | None,
+        deadlines: Deadlines,
         *,
         annotated: bool,
+        options: CallOptions = NO_OPTIONS,
         source: AsyncIterator[Any] | None = None,
     ) -> None:
         self._loop = loop
@@ -209,6 +267,9 @@ class OutgoingCall:
         self._selection = selection
         self._context = context
         self._annotated = annotated
+        self._options = options
+        self._deadlines = deadlines
+        self._clock: CallClock | None = None
         self._pid = os.getpid()
         self._inbox = Inbox(loop, self._on_full)
         self._result: _Result | None = None
@@ -219,9 +280,16 @@ class OutgoingCall:
         self._leaving: asyncio.TimerHandle | None = None
         self._tried: frozenset[int] = frozenset()
         self._attempts = 0
+        self._moves = 0
+        # Of the attempts that failed: whose they were, and why.
+        self._failures: list[tuple[int, str]] = []
+        # How a stream that is being continued elsewhere broke.
+        self._broken: StreamError | None = None
+        self._items = 0
         self._readers: set[asyncio.Task[Any]] = set()
         self._counted: int | None = None
         self._stop_timer: asyncio.TimerHandle | None = None
+        self._reached = False
         self._streaming = False
         self._stopped = False
         self._over = False
@@ -252,6 +320,10 @@ class OutgoingCall:
         result.call = self
         if self._context is not None:
             self._context.subscribe(self._on_context)
+        self._selection.budget.deposit()
+        limits = self._options.limits
+        if limits is not NO_LIMITS and not self._over:
+            self._clock = CallClock(self._deadlines, limits, self._on_limit)
         self._go_on(None)
         return result
 
@@ -261,7 +333,7 @@ class OutgoingCall:
         Args:
             failure: Why the last one did not take it.
         """
-        while not self._over:
+        while self._goes_on(failure):
             try:
                 record = self._selection.choose(self._tried)
             except NoInstances as nobody:
@@ -282,6 +354,12 @@ class OutgoingCall:
                 failure = cast("CallError", error)
             else:
                 return
+
+    def _goes_on(self, failure: CallError | None) -> bool:
+        """Nothing is sent that could not be answered in time."""
+        if self._clock is not None and (failure or self._options.limits.spent):
+            self._clock.check()
+        return not self._over
 
     def _send_to(self, record: EndpointRecord) -> None:
         self._record = record
@@ -318,9 +396,13 @@ class OutgoingCall:
         self._fail(explained)
 
     def _on_opening_cancelled(self) -> None:
-        if self._opening is not None and self._result is not None:
-            # Not by us: the program ends all tasks that it finds.
+        if self._opening is None:
+            return  # by us
+        # The program ends all tasks that it finds.
+        if self._result is not None:
             self._result.cancel()
+        else:
+            self._cancel()
 
     def _on_sent(self, handle: CallHandle) -> None:
         assert self._record is not None
@@ -341,38 +423,77 @@ class OutgoingCall:
     def _may_move(self, error: Exception, *, inhibits: bool = False) -> bool:
         """Let go of an instance, and fail the call unless another may be tried."""
         assert self._record is not None
-        self._watch_no_more()
-        if self._handle is not None:
-            self._handle.kill()
-            self._handle = None
-        self._selection.blame(self._record.instance_id, error, inhibits=inhibits)
-        self._count(None)
+        self._detach(error, inhibits=inhibits)
         if isinstance(error, CallError):
             self._note(error, self._record)
-            # What was taken from the caller's stream cannot be taken again.
-            started = self._pump is not None and self._pump.started
-            if error.retryable and not started and not self._selection.fixed:
+            if self._may_be_sent_again(error):
                 self._tried |= {self._record.instance_id}
                 return True
         self._fail(error)
         return False
 
+    def _detach(self, error: Exception, *, inhibits: bool = False) -> None:
+        """Let go of an instance for that reason; if it has the request, it hears so."""
+        self._watch_no_more()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.kill()
+        if self._counted is not None:
+            self._selection.blame(self._counted, error, inhibits=inhibits)
+        self._count(None)
+        self._reached = self._streaming = False
+
+    def _may_be_sent_again(self, error: CallError) -> bool:
+        # Who continues a broken answer elsewhere has said that it may run twice.
+        idempotent = self._options.idempotent or self._broken is not None
+        if not may_be_sent_again(error, idempotent=idempotent):
+            return False
+        if self._pump is not None and self._pump.started:
+            # What was taken from the caller's stream cannot be taken again.
+            return False
+        return self._may_go_elsewhere(error)
+
+    def _may_go_elsewhere(self, error: CallError) -> bool:
+        if self._selection.fixed:
+            return False
+        self._moves += 1
+        if self._moves == 1 or self._selection.budget.take(self._loop.time()):
+            return True
+        error.facts["retry_budget"] = "spent"
+        return False
+
     def _note(self, error: CallError, record: EndpointRecord) -> None:
         error.instance_id = record.instance_id
-        error.attempts = self._attempts
+        self._failures.append((record.instance_id, str(error)))
         _log.debug("call %s: %s", self._request.call_id, error)
 
     def _fail(self, error: Exception) -> None:
-        """The awaited call raises, and nothing of it is left."""
+        """The awaited call raises, or else the stream; nothing of the call is left."""
         result, self._result = self._result, None
+        if result is None:
+            self._interrupt()
+            self._detach(error)
+            if self._broken is not None and not isinstance(error, StreamError):
+                self._broken.__cause__ = error
+                error = self._broken
+            self._finish(error)
+            return
+        self._describe(error)
         self._cancel()
-        if result is not None and not result.done():
+        if not result.done():
             if isinstance(error, CallError):
                 # Its frames hold the future that holds it: no cycle is left behind.
                 error.__traceback__ = None
             result.set_exception(error)
             # A call whose result nobody looks at is no reason to complain.
             result.exception()
+
+    def _describe(self, error: Exception) -> None:
+        """Add what the call as a whole knows."""
+        if isinstance(error, CallError):
+            error.attempts = self._attempts
+            if self._attempts > 1:
+                error.facts["tried"] = list(self._failures)
 
     def _settle(self) -> None:
         """The awaited call returns the stream."""
@@ -393,6 +514,37 @@ class OutgoingCall:
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()
+
+    # Limits in time.
+
+    @property
+    def _phase(self) -> str:
+        if self._result is None:
+            return "stream"
+        if self._reached:
+            return "start"
+        if self._handle is not None:
+            return "ack"
+        return "choose" if self._record is None else "connect"
+
+    def _on_limit(self, limit: str, seconds: float) -> None:
+        """A limit of the caller has passed."""
+        if self._stopped:
+            self._give_up()
+            return
+        error = timed_out(
+            limit,
+            seconds,
+            phase=self._phase,
+            items=self._items,
+            instance_id=self.instance_id,
+        )
+        if limit == "idle_timeout":
+            self._break_off(error)
+        else:
+            self._interrupt()
+            self._detach(error)
+            self._fail(error)
 
     # While the instance has the request, and nothing was heard of it.
 
@@ -448,12 +600,17 @@ class OutgoingCall:
             self._pump.stop()
 
     def on_reached(self) -> None:
+        self._reached = True
         # From here on the connection tells more than discovery.
         self._watch_no_more()
 
     def on_started(self) -> None:
         self._watch_no_more()
-        self._streaming = True
+        if self._clock is not None:
+            self._clock.started()
+            if self._over:
+                return
+        self._reached = self._streaming = True
         health = self._selection.health
         if health.troubled and self._record is not None:
             health.answered(self._record.instance_id)
@@ -463,17 +620,25 @@ class OutgoingCall:
         self._not_taken(error, inhibits=inhibits)
 
     def on_item(self, item: AnnotatedItem, size_bytes: int) -> None:
+        if self._clock is not None:
+            self._clock.item()
         if self._annotated:
+            self._items += 1
             self._inbox.put(Annotated._of(item), size_bytes)
         elif item.data is not None:
+            self._items += 1
             self._inbox.put(item.data, size_bytes)
 
     def on_failed(self, error: ErrorObject) -> None:
-        raised = exception_of_error(error, instance_id=self.instance_id)
+        late = error.error_class == "DeadlineExceeded"
+        if late and self._clock is not None and self._clock.passes_now():
+            return
+        failure = exception_of_error(error, instance_id=self.instance_id)
         self._note_completed()
-        if inhibits(error) and self.instance_id is not None:
-            self._selection.blame(self.instance_id, raised, inhibits=True)
-        self._finish(raised)
+        if inhibits(error):
+            self._break_off(failure, inhibits=True)
+        else:
+            self._finish(failure)
 
     def on_ended(self) -> None:
         self._note_completed()
@@ -489,23 +654,69 @@ class OutgoingCall:
         if self._stopped:
             self._finish(None)
             return
-        if not self._streaming:
+        if self._streaming:
+            self._break_off(
+                StreamBroken(f"Unavailable: {text}", instance_id=self.instance_id)
+            )
+        else:
             self._not_taken(
                 WorkerLost(
                     "Unavailable: Worker disconnected before response stream was "
                     "established"
                 )
             )
+
+    # Continuing a broken answer elsewhere.
+
+    def _break_off(self, error: Exception, *, inhibits: bool = False) -> None:
+        """The answer ends too early: have it continued, or raise the error."""
+        self._detach(error, inhibits=inhibits)
+        if self._clock is not None:
+            self._clock.detached()
+        if not isinstance(error, StreamError) or self._stopped:
+            self._finish(error)
+        elif not self._items and self._may_be_sent_again(error):
+            self._send_again(error)
+        elif self._options.on_stream_lost is not None:
+            # Who continues must know all that came, so that none comes twice.
+            self._inbox.when_read(functools.partial(self._continue, error))
+        else:
+            self._finish(error)
+
+    def _continue(self, error: StreamError) -> None:
+        """All was read: have the caller say how to go on."""
+        if self._over:
             return
-        error = StreamBroken(f"Unavailable: {text}", instance_id=self.instance_id)
-        if self._record is not None:
-            self._selection.blame(self._record.instance_id, error)
-        self._finish(error)
+        ask = self._options.on_stream_lost
+        assert ask is not None
+        if not self._may_go_elsewhere(error):
+            self._finish(error)
+            return
+        try:
+            request = ask(self._items, error)
+            packed = None if request is None else encode_value(request, "msgpack")
+        except Exception as raised:  # noqa: BLE001 - the caller's function raises anything
+            self._finish(raised)
+            return
+        if packed is None:
+            self._finish(error)
+            return
+        self._request = msgspec.structs.replace(
+            self._request, value=request, packed=packed
+        )
+        self._send_again(error)
+
+    def _send_again(self, error: StreamError) -> None:
+        assert self._record is not None
+        self._broken = error
+        self._failures.append((self._record.instance_id, str(error)))
+        self._tried = frozenset((self._record.instance_id,))
+        self._go_on(error)
 
     def _finish(self, error: Exception | None) -> None:
         """The stream is over; what was received can still be read."""
-        if isinstance(error, CallError):
-            error.attempts = self._attempts
+        if error is not None:
+            self._describe(error)
         self._end(error)
 
     def _end(self, error: Exception | None) -> None:
@@ -517,6 +728,8 @@ class OutgoingCall:
     def _release(self) -> None:
         self._count(None)
         self._watch_no_more()
+        if self._clock is not None:
+            self._clock.stop()
         # Both hold each other: no cycle is left behind.
         self._handle = None
         if self._pump is not None:
@@ -602,6 +815,8 @@ class OutgoingCall:
     def _on_full(self, full: bool) -> None:
         if self._handle is None or self._over:
             return
+        if self._clock is not None:
+            self._clock.reader_behind(full)
         if full:
             self._handle.pause()
         else:

@@ -127,6 +127,7 @@ class Inbox:
         "_items",
         "_on_full",
         "_returned",
+        "_starved",
         "_waiters",
         "home",
     )
@@ -148,6 +149,8 @@ class Inbox:
         self._discarded = False
         self._error: Exception | None = None
         self._full = False
+        # Told once that a reader waits and nothing is left.
+        self._starved: Callable[[], None] | None = None
 
     @property
     def ended(self) -> bool:
@@ -169,6 +172,17 @@ class Inbox:
             self._full = True
             self._on_full(True)
 
+    def when_read(self, starved: Callable[[], None]) -> None:
+        """Call back once a reader waits and all that came was read."""
+        self._starved = starved
+        if len(self._waiters) > self._dead:
+            self._tell_starved()
+
+    def _tell_starved(self) -> None:
+        starved, self._starved = self._starved, None
+        if starved is not None:
+            self.home.call_soon(starved)
+
     def _hand(self, number: int, item: object) -> bool:
         while self._waiters:
             waiter = self._waiters.popleft()
@@ -189,6 +203,7 @@ class Inbox:
         if self._ended:
             return
         self._ended = True
+        self._starved = None
         self._error = error
         if discard or not self._full:
             # Whoever is told usually owns us: no cycle is left behind.
@@ -222,6 +237,8 @@ class Inbox:
         waiter = Step(loop=loop)
         waiter.inbox = self
         self._waiters.append(waiter)
+        if self._starved is not None:
+            self._tell_starved()
         return waiter
 
     def _made_room(self) -> None:

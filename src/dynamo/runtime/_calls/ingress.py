@@ -2,7 +2,8 @@
 
 Owns the tasks that drive handlers.  Only the task that drives a handler closes it::
 
-    stop or kill --> the context says so, the reply is closed
+    stop, kill, or the deadline of the call
+                 --> the context says so, the reply is closed
                  --> grace: the handler may end by itself
                  --> its task is cancelled, the generator closed, bounded
                  --> what does not end is reported by name
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._calls.context import Context, ContextState
+from dynamo.runtime._calls.deadlines import Deadlines, inherited
 from dynamo.runtime._calls.handlers import Handler, ShapeError
 from dynamo.runtime._calls.inbox import Inbox, on_loop
 from dynamo.runtime._calls.items import ItemError, encode_item, has_data
@@ -52,6 +55,11 @@ _log = logging.getLogger("dynamo.runtime.ingress")
 _GIVE_WAY_BYTES = 64 * 1024
 # What a small value costs beyond its bytes.
 _FRAME_BYTES = 64
+# These are reported like any other and go on.  Raised where they were caught: a frame
+# that raised what it was given would hold it, which holds the frame.
+_GOING_ON = (asyncio.CancelledError, KeyboardInterrupt, SystemExit)
+# The caller ends a call at its deadline itself; we do if nothing of that has come.
+_DEADLINE_SLACK_S = 0.02
 # A handler that has not looked at its context since it was stopped does not know.
 _UNAWARE_GRACE_S = 0.05
 
@@ -88,7 +96,10 @@ class EndpointIngress:
         self.config = config
         self.admission = admission
         self.drain = drain
+        self.deadlines = Deadlines(loop)
         self._base = base
+        # A handler of another endpoint may be the one who serves this one.
+        base.run(inherited.set, None)
         self._runs: set[_Run] = set()
         # What can be told without a call was told when the endpoint was served.
         self._shape_told = handler.complaint() is not None
@@ -169,6 +180,7 @@ class _Run:
     """
 
     def __init__(self, endpoint: EndpointIngress, call: IncomingCall) -> None:
+        self.due_at = math.inf
         self._endpoint = endpoint
         self._loop = endpoint.loop
         self._call = call
@@ -196,6 +208,8 @@ class _Run:
     def _end(self, task: asyncio.Task[None]) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self.due_at != math.inf:
+            self._endpoint.deadlines.forget(self)
         self._endpoint.admission.release(ran=self._ran)
         if self._state is not None:
             self._state.unsubscribe(self._on_context)
@@ -205,8 +219,9 @@ class _Run:
         if self._reply is not None and not self._over:
             # Reached only when the task was cut off before it could end the stream.
             self._reply.drop()
-        # They hold us: no cycle is left behind.
-        self._input = self._reply = None
+        # They hold us: no cycle is left behind.  A task that was cancelled holds the
+        # frames of the handler, and with them its last item.
+        self._input = self._reply = self._task = None
         self._endpoint.ended(self)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
@@ -261,7 +276,7 @@ class _Run:
         on_loop(self._loop, self._stop)
 
     def _stop(self) -> None:
-        if self._task is not None and self._task.done():
+        if self._task is None:
             return  # told in another thread, it comes after the end
         self.on_input_end()
         if not self._over:
@@ -275,6 +290,22 @@ class _Run:
             self._timer = self._loop.call_later(_UNAWARE_GRACE_S, self._grace_over)
         elif self._task is not None:
             self._task.cancel()
+
+    def _obey(self, deadline: float) -> None:
+        """End at the deadline, also if the caller does not say so."""
+        inherited.set(deadline)
+        self.due_at = deadline + _DEADLINE_SLACK_S
+        self._endpoint.deadlines.watch(self)
+
+    def look(self, now: float) -> None:
+        """The deadline has passed, and the caller has not ended the call."""
+        self.due_at = math.inf
+        self._endpoint.deadlines.forget(self)
+        assert self._state is not None
+        if self._reply is not None:
+            late = TimeoutError("the deadline of the call has passed")
+            self._fail(self._reply, error_of_exception(late))
+        self._state.kill()
 
     def _grace_over(self) -> None:
         """Cancel a handler that does not know; leave time to one that does."""
@@ -321,6 +352,8 @@ class _Run:
             drain=self._endpoint.drain,
         )
         state.subscribe(self._on_context)
+        if request.deadline is not None:
+            self._obey(request.deadline)
         if not await self._open():
             return
         await self._endpoint.admission.run()
@@ -392,6 +425,9 @@ class _Run:
             self._endpoint.refused(error)
             self._refuse(reply, error.cause)
             return
+        except _GOING_ON as error:
+            self._handler_failed(reply, error)
+            raise
         except BaseException as error:  # noqa: BLE001 - whatever the user's code raises
             self._handler_failed(reply, error)
             return
@@ -437,6 +473,9 @@ class _Run:
         except ItemError as error:
             self._log_unsendable(error)
             self._fail(reply, error.error)
+        except _GOING_ON as error:
+            self._handler_failed(reply, error)
+            raise
         except BaseException as error:  # noqa: BLE001 - whatever the user's code raises
             self._handler_failed(reply, error)
         else:
@@ -507,12 +546,10 @@ class _Run:
             reply.refuse(text, error)
 
     def _handler_failed(self, reply: ReplyStream, error: BaseException) -> None:
-        """Report what the handler raised; cancellation and exits also go on."""
+        """Report what the handler raised."""
         if not self._over:
             self._log_failure(error)
             self._fail(reply, error_of_exception(error))
-        if isinstance(error, (asyncio.CancelledError, KeyboardInterrupt, SystemExit)):
-            raise error
 
     def _log_failure(self, error: BaseException) -> None:
         name, path = self._endpoint.handler.name, self._endpoint.path

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,8 @@ _log = logging.getLogger("dynamo.runtime.callhome")
 
 # How long a stopped call is remembered so that a late call-home can be told of the stop.
 _LATE_CALL_HOME_S = 60.0
+# The wire knows no less.
+_LEAST_LEFT_S = 0.001
 # How long a stopped call waits for the worker to close; whoever reads waits less.
 _STOPPED_LIMIT_S = 10.0
 
@@ -401,8 +404,9 @@ class CallhomeClientLane:
             call.input = _Input(self, record, events)
         try:
             await self.listener.start()
-            front = self._front(address, record, request, call, len(body or b""))
             connection = await self._pools.connection(address)
+            # Only now, for it says how much time is left.
+            front = self._front(address, record, request, call, len(body or b""))
         except BaseException:
             call.close()
             raise
@@ -443,6 +447,7 @@ class CallhomeClientLane:
             path=address.path,
             sent_ns=time.time_ns(),
             trace=request.trace,
+            remaining_ms=remaining_ms(request),
         )
         inner = encode_payload_front(control, body_bytes)
         limit_bytes = self.config.max_message_bytes
@@ -496,6 +501,25 @@ def callable_address(record: EndpointRecord) -> TcpAddress:
         return split_tcp_address(record.address)
     except RemoteProtocolError as error:
         raise CallError(str(error), instance_id=record.instance_id) from error
+
+
+def remaining_ms(request: CallRequest) -> int | None:
+    """What a call that is sent now says of its time; None if it has no deadline.
+
+    Raises:
+        CallTimeout: nothing is left.
+    """
+    if request.deadline is None:
+        return None
+    left_s = request.deadline - time.monotonic()
+    if left_s < _LEAST_LEFT_S:
+        raise CallTimeout(
+            "DeadlineExceeded: the deadline of the call passed before it was sent",
+            phase="send",
+            facts={"limit": "deadline", "seconds": left_s, "items": 0},
+        )
+    # Rounded up: the caller is to be the first to know.
+    return math.ceil(left_s * 1000)
 
 
 def encode_for(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -32,7 +33,11 @@ from dynamo.runtime._wire.callhome import (
     item_frame_pieces,
 )
 from dynamo.runtime._wire.payload import encode_annotated
-from dynamo.runtime._wire.propagation import read_trace, sent_by_ours
+from dynamo.runtime._wire.propagation import (
+    read_remaining_ms,
+    read_trace,
+    sent_by_ours,
+)
 from dynamo.runtime._wire.records import split_host_port
 from dynamo.runtime._wire.two_part import TwoPart, TwoPartReader
 from dynamo.runtime.errors import ConnectionFailed, RemoteProtocolError
@@ -130,6 +135,7 @@ class CallhomeCall:
             self._control = error.control
             raise
         self._control = control
+        remaining_ms = read_remaining_ms(self.headers)
         return IncomingRequest(
             call_id=control.id,
             metadata=control.metadata,
@@ -137,6 +143,9 @@ class CallhomeCall:
             body=body,
             trace=read_trace(self.headers),
             ours=sent_by_ours(self.headers),
+            deadline=(
+                None if remaining_ms is None else time.monotonic() + remaining_ms / 1000
+            ),
         )
 
     async def open(self, events: ReplyEvents) -> ReplyConnection:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._sealed import override
@@ -16,6 +15,7 @@ from dynamo.runtime._transports.callhome_client import (
     callable_address,
     encode_for,
     overloaded,
+    remaining_ms,
     too_large_there,
 )
 from dynamo.runtime._transports.connection import (
@@ -440,21 +440,12 @@ class _WorkerConnection(DuplexConnection):
 
 
 def _head_of(path: str, codec: str, request: CallRequest) -> RequestHead:
-    remaining_ms = None
-    if request.deadline is not None:
-        remaining_ms = int((request.deadline - time.monotonic()) * 1000)
-        if remaining_ms <= 0:
-            raise CallTimeout(
-                "DeadlineExceeded: the deadline of the context has passed",
-                phase="send",
-                facts={"limit": "deadline"},
-            )
     return RequestHead(
         request.call_id,
         path,
         request.metadata or None,
         request.trace,
-        remaining_ms,
+        remaining_ms(request),
         codec,
         STREAMED_INPUT if request.packed is None else 0,
     )
@@ -498,6 +489,9 @@ class _Link:
             connection = await self._opened()
             if connection.side.going_away:
                 raise _draining(record)
+            if not connection.is_open:
+                # Lost between the turn in which it stood and this one.
+                raise self.failed("it was closed as soon as it stood")
         return connection
 
     def standing(self, record: EndpointRecord) -> _WorkerConnection | None:

@@ -1,4 +1,4 @@
-"""The headers of a request frame: ids and trace context.
+"""The headers of a request frame: ids, trace context, time left.
 
 Owns their names and their validity.  Makes no ids and reads no clock.
 """
@@ -18,6 +18,9 @@ X_REQUEST_ID = "x-request-id"
 
 # Tells a worker of ours that the caller reads our extensions; genuine ones ignore it.
 _OURS = "x-dynamo-py"
+# What is left of the call's time, in milliseconds; no clock of another host matters.
+_REMAINING_MS = "x-dynamo-py-remaining-ms"
+_MAX_REMAINING_DIGITS = 15
 
 # As the genuine runtime reads it: version 00 has exactly four fields and flags up to 02,
 # later versions may have more of both; ff and identifiers of zeros are invalid.
@@ -39,7 +42,12 @@ class TraceContext(NamedTuple):
 
 
 def request_headers(
-    *, request_id: str, path: str, sent_ns: int, trace: TraceContext | None
+    *,
+    request_id: str,
+    path: str,
+    sent_ns: int,
+    trace: TraceContext | None,
+    remaining_ms: int | None = None,
 ) -> dict[str, str]:
     """The headers of one request.
 
@@ -48,6 +56,7 @@ def request_headers(
         path: The endpoint path of the request frame.
         sent_ns: The time of sending in nanoseconds since the epoch.
         trace: What to pass on, or None with tracing off.
+        remaining_ms: Until the deadline of the call, or None.
     """
     headers = {REQUEST_ID: request_id, SENT_NS: str(sent_ns), ENDPOINT_PATH: path}
     if trace is not None:
@@ -55,7 +64,17 @@ def request_headers(
         present = zip(names, trace, strict=True)
         headers.update((name, value) for name, value in present if value is not None)
     headers[_OURS] = "1"
+    if remaining_ms is not None:
+        headers[_REMAINING_MS] = str(remaining_ms)
     return headers
+
+
+def read_remaining_ms(headers: Mapping[str, str]) -> int | None:
+    """What was left of the call's time when it was sent; None if it has no deadline."""
+    text = headers.get(_REMAINING_MS, "")
+    if len(text) > _MAX_REMAINING_DIGITS or not (text.isascii() and text.isdigit()):
+        return None
+    return int(text)
 
 
 def read_trace(headers: Mapping[str, str]) -> TraceContext | None:
