@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -337,6 +338,7 @@ async def test_with_nobody_listed_the_error_names_the_endpoints_there_are(
     )
     assert caught.value.facts["listed"] == 0
     assert caught.value.facts["endpoints"] == ()
+    assert caught.value.facts["left_s"] is None
     for number in range(12):
         await cluster.backend.register(INSTANCES, f"a/b/c{number:02}/1", b"any")
     # Not looked up for each of many calls, but again after a while.
@@ -533,6 +535,24 @@ async def test_waiting_returns_those_that_are_there(cluster: Cluster):
     assert await client.wait_for_instances(timeout=0) == [1, 2]
 
 
+async def test_that_nobody_is_left_differs_from_that_nobody_ever_came(cluster: Cluster):
+    """DI-09: and whoever waits is there when somebody comes back."""
+    await cluster.join(1)
+    client = cluster.client()
+    await cluster.leave(1)
+    with pytest.raises(
+        NoInstances, match=r"\(none listed any more, the last one left \S+ s ago; reg"
+    ) as caught:
+        await client.random(None)
+    left_s = caught.value.facts["left_s"]
+    assert isinstance(left_s, float)
+    assert 0 <= left_s < LIMIT_S
+    waiting = client.wait_for_instances(timeout=LIMIT_S)
+    await asyncio.sleep(0)
+    await cluster.join(1)
+    assert await waiting == [1]
+
+
 async def test_waiting_ends_when_somebody_comes(cluster: Cluster):
     waiting = cluster.client().wait_for_instances(timeout=LIMIT_S)
     await asyncio.sleep(0)
@@ -550,6 +570,25 @@ async def test_waiting_has_a_limit(cluster: Cluster, timeout: float):
     )
     assert isinstance(caught.value, TimeoutError)
     assert caught.value.facts["listed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"),
+    [
+        (math.nan, ValueError),
+        (-1, ValueError),
+        ("1", TypeError),
+        (True, TypeError),
+    ],
+)
+async def test_a_limit_that_is_none_is_refused_whoever_is_there(
+    cluster: Cluster, timeout: Any, error: type[Exception]
+):
+    client = cluster.client()
+    for _ in range(2):
+        with pytest.raises(error, match=r"argument 'timeout': .*a number of seconds"):
+            client.wait_for_instances(timeout=timeout)
+        await cluster.join(1)
 
 
 async def test_waiting_ends_when_a_withdrawn_instance_is_back(cluster: Cluster):
@@ -601,6 +640,14 @@ async def test_a_cancelled_wait_leaves_nothing(cluster: Cluster):
 # ------------------------------------------------------------------ arguments
 
 
+async def _later(items: int, error: Exception) -> str:
+    return "go on"
+
+
+async def _one_after_the_other(items: int, error: Exception) -> AsyncIterator[str]:
+    yield "go on"
+
+
 @pytest.mark.parametrize("method", ["random", "round_robin", "generate"])
 @pytest.mark.parametrize(
     ("arguments", "error"),
@@ -610,6 +657,11 @@ async def test_a_cancelled_wait_leaves_nothing(cluster: Cluster):
         ({"context": "id"}, TypeError),
         ({"request": object()}, TypeError),
         ({"request": 2**64}, OverflowError),
+        ({"idempotent": "no"}, TypeError),
+        ({"idempotent": None}, TypeError),
+        ({"on_stream_lost": True}, TypeError),
+        ({"on_stream_lost": _later}, TypeError),
+        ({"on_stream_lost": _one_after_the_other}, TypeError),
     ],
 )
 async def test_bad_arguments_are_refused_at_the_call(
