@@ -294,6 +294,49 @@ async def test_streamed_input_travels_both_ways_on_the_connection() -> None:
     await within(serving)
 
 
+async def test_an_answer_at_once_ends_the_input_and_closes_its_source() -> None:
+    class Source:
+        """Told to close even if nothing was read: a generator would not say so."""
+
+        closed = asyncio.Event()
+
+        def __aiter__(self) -> Source:
+            return self
+
+        async def __anext__(self) -> int:
+            return 1
+
+        async def aclose(self) -> None:
+            self.closed.set()
+
+    async def answer(stream: Any) -> AsyncIterator[Any]:
+        yield "enough"
+
+    runtime = make_runtime()
+    endpoint = runtime.endpoint(PATH)
+    serving = endpoint.serve_bidirectional_endpoint(answer)
+    client = await endpoint.client()
+    await client.wait_for_instances(timeout=5)
+    stream = await client.bidirectional(Source(), annotated=False)
+    assert [item async for item in stream] == ["enough"]
+    await within(Source.closed.wait())
+    await shut_down(runtime)
+    await within(serving)
+
+
+async def test_an_answer_that_cannot_be_read_fails_its_stream_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with linked(echo) as link:
+        with monkeypatch.context() as patch:
+            module = "dynamo.runtime._calls.ingress.encode_item"
+            patch.setattr(module, lambda codec, value: b"\xc1")
+            stream = await link.client.round_robin(1)
+            with pytest.raises(ValueError, match="not msgpack"):
+                await stream.__anext__()
+        assert await link.items(2) == [2]
+
+
 async def test_input_waits_for_a_handler_that_does_not_read() -> None:
     go_on = asyncio.Event()
     taken = 0

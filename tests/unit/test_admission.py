@@ -245,3 +245,20 @@ def test_whatever_comes_and_goes_all_places_are_free_in_the_end(
         assert counts(admission, worker) == [(0, 0, 0), (0, 0, 0)]
 
     asyncio.run(play())
+
+
+async def test_a_turn_that_is_there_is_taken_without_waiting():
+    worker = Admission(1, 5)
+    endpoint = EndpointAdmission(2, 5, worker)
+    for _ in range(2):
+        assert endpoint.reserve() is None
+    assert endpoint.run_now()
+    assert not endpoint.run_now(), "the worker is full"
+    assert (endpoint._running, worker._running) == (1, 1)
+    second = asyncio.create_task(endpoint.run())
+    await asyncio.sleep(0)
+    endpoint.release(ran=True)
+    await second
+    assert not endpoint.run_now(), "the turn went to the one that waited"
+    endpoint.release(ran=True)
+    assert (endpoint._running, worker._running) == (0, 0)

@@ -283,6 +283,21 @@ async def test_several_may_wait_for_the_endpoint_to_be_idle(worker: Worker):
     assert endpoint.in_flight == 0
 
 
+async def test_a_task_that_never_takes_its_first_step_leaves_nothing(worker: Worker):
+    async def handler(request):
+        yield request
+
+    admission = Admission(1, 5)
+    endpoint = worker.serve(handler, admission=admission)
+    before = asyncio.all_tasks()
+    endpoint.offer(Call())
+    (task,) = asyncio.all_tasks() - before
+    task.cancel()
+    await asyncio.wait_for(endpoint.idle(), LIMIT_S)
+    assert (admission._reserved, admission._running) == (0, 0)
+    assert await worker.answer() == ["start", "request", "finish"]
+
+
 async def test_one_task_and_one_context_per_call(worker: Worker):
     seen = contextvars.ContextVar("seen", default="nothing")
     tasks: set[Any] = set()
