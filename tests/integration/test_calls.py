@@ -532,6 +532,11 @@ class Unspeakable(Exception):
         raise RuntimeError("no words")
 
 
+class Unutterable(BaseException):
+    def __str__(self) -> str:
+        raise Unutterable
+
+
 class HttpLike(Exception):
     def __init__(self, code: int) -> None:
         super().__init__()
@@ -551,6 +556,7 @@ ERRORS: list[tuple[BaseException, str, str | None, bool]] = [
     (Odd("boom"), "Internal: Odd: boom", "Odd", False),
     (OddBase("boom"), "Internal: OddBase: boom", "OddBase", False),
     (Unspeakable(), "Internal: Unspeakable: <exception str() failed>", None, False),
+    (Unutterable(), "Internal: Unutterable: <exception str() failed>", None, False),
     (TimeoutError("boom"), "DeadlineExceeded: TimeoutError: boom", None, False),
     (ConnectionError("boom"), "Unavailable: ConnectionError: boom", None, False),
     (

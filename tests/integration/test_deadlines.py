@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -324,3 +325,33 @@ async def test_a_context_lends_its_deadline_to_all_its_calls(each_lane: str):
         assert refused.value.phase == "choose"
         await until(lambda: not pair.in_flight)
     assert len(handler.seen) >= 2
+
+
+LANES = [(), ("duplex",), ("local", "duplex")]
+LANE_NAMES = ["callhome", "duplex", "local"]
+
+
+@pytest.mark.parametrize("lanes", LANES, ids=LANE_NAMES)
+@pytest.mark.parametrize("timeout", [10**18, 1e300, sys.float_info.max, 10**400])
+async def test_a_limit_beyond_all_bounds_travels_too(
+    lanes: tuple[str, ...], timeout: float
+) -> None:
+    async def once(request: object, context: Context) -> AsyncIterator[bool]:
+        yield context.deadline is None or context.deadline > time.monotonic() + 1e9
+
+    settings = {"lanes": lanes}
+    async with served(once, worker=settings, caller=settings) as pair:
+        assert await pair.items(timeout=timeout) == [True]
+        assert await pair.items(context=Context(timeout=timeout)) == [True]
+
+
+@pytest.mark.parametrize("lanes", LANES, ids=LANE_NAMES)
+async def test_an_error_names_the_limit_that_passes_before_anything_is_sent(
+    lanes: tuple[str, ...],
+) -> None:
+    settings = {"lanes": lanes}
+    async with served(Silent(), worker=settings, caller=settings) as pair:
+        with pytest.raises(CallTimeout, match=r"\(timeout 1e-09 s; phase ") as caught:
+            await pair.call(timeout=1e-9)
+        assert caught.value.facts["limit"] == "timeout"
+        assert caught.value.facts["seconds"] == 1e-9

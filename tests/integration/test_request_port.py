@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import socket
@@ -28,6 +29,7 @@ from raw_peers import (
 )
 
 from dynamo.runtime import Context, DistributedRuntime
+from dynamo.runtime._calls.ingress import _Run
 from dynamo.runtime._transports.callhome_worker import ReplyConnection
 from dynamo.runtime._transports.tcp_server import RequestServer
 from dynamo.runtime._wire.callhome import (
@@ -652,6 +654,22 @@ async def test_a_reset_kills(start: Start) -> None:
     home.reset()
     await within(watched.ended.wait())
     assert watched.killed
+
+
+async def test_nothing_is_kept_of_a_request_whose_caller_went(
+    start: Start, worker: Worker
+) -> None:
+    def runs() -> list[_Run]:
+        gc.collect()
+        return [one for one in gc.get_objects() if type(one) is _Run]
+
+    client = await start(Watched().__call__)
+    home = await client.call()
+    await home.frames(1)
+    assert runs()
+    home.reset()
+    # Far sooner than the limit of a connection that is being closed.
+    await until(lambda: not worker.in_flight and not runs(), 4)
 
 
 async def test_a_client_that_went_without_a_word_is_noticed_by_a_silent_handler(

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -571,6 +572,25 @@ async def test_waiting_has_a_limit(cluster: Cluster, timeout: float):
     assert caught.value.facts["listed"] == 0
 
 
+@pytest.mark.parametrize(
+    ("timeout", "error"),
+    [
+        (math.nan, ValueError),
+        (-1, ValueError),
+        ("1", TypeError),
+        (True, TypeError),
+    ],
+)
+async def test_a_limit_that_is_none_is_refused_whoever_is_there(
+    cluster: Cluster, timeout: Any, error: type[Exception]
+):
+    client = cluster.client()
+    for _ in range(2):
+        with pytest.raises(error, match=r"argument 'timeout': .*a number of seconds"):
+            client.wait_for_instances(timeout=timeout)
+        await cluster.join(1)
+
+
 async def test_waiting_ends_when_a_withdrawn_instance_is_back(cluster: Cluster):
     await cluster.join(1)
     client = cluster.client()
@@ -620,6 +640,14 @@ async def test_a_cancelled_wait_leaves_nothing(cluster: Cluster):
 # ------------------------------------------------------------------ arguments
 
 
+async def _later(items: int, error: Exception) -> str:
+    return "go on"
+
+
+async def _one_after_the_other(items: int, error: Exception) -> AsyncIterator[str]:
+    yield "go on"
+
+
 @pytest.mark.parametrize("method", ["random", "round_robin", "generate"])
 @pytest.mark.parametrize(
     ("arguments", "error"),
@@ -629,6 +657,11 @@ async def test_a_cancelled_wait_leaves_nothing(cluster: Cluster):
         ({"context": "id"}, TypeError),
         ({"request": object()}, TypeError),
         ({"request": 2**64}, OverflowError),
+        ({"idempotent": "no"}, TypeError),
+        ({"idempotent": None}, TypeError),
+        ({"on_stream_lost": True}, TypeError),
+        ({"on_stream_lost": _later}, TypeError),
+        ({"on_stream_lost": _one_after_the_other}, TypeError),
     ],
 )
 async def test_bad_arguments_are_refused_at_the_call(

@@ -138,7 +138,7 @@ def test_a_number_just_outside_its_limits_is_refused(variable: str, text: str) -
 
 
 @pytest.mark.parametrize("variable", [row[0] for row in SECONDS])
-@pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf"])
+@pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf", "1_000", "٣"])
 def test_a_bad_time_is_an_error_that_says_what_is_allowed(
     variable: str, text: str
 ) -> None:

@@ -298,6 +298,10 @@ def test_what_a_call_does_not_name_is_as_configured():
     assert defaults.of_call(math.inf, math.inf, None, None) == Limits()
 
 
+def test_more_seconds_than_there_are_floats_are_no_limit():
+    assert seconds_of("timeout", 10**400) == math.inf
+
+
 @pytest.mark.parametrize("value", ["1", None, True, [1]])
 def test_seconds_are_a_number(value: Any):
     with pytest.raises(TypeError, match=r"argument 'timeout': expected a number"):

@@ -15,6 +15,7 @@ import math
 import pathlib
 import subprocess
 import sys
+import tracemalloc
 import types
 import uuid
 from typing import Any
@@ -276,6 +277,18 @@ def test_a_large_plain_look_alike_is_not_encoded_twice(
     assert sent(value) == value
     with pytest.raises(NameError):
         sent([value])
+
+
+@pytest.mark.parametrize("value", ["x" * 4_000_000, {"a": b"\xd7\xff" * 2_000_000}])
+def test_a_large_item_is_encoded_into_one_piece_of_memory(value: object) -> None:
+    """Fresh memory is what large bodies cost; the encoder takes half as much again."""
+    tracemalloc.start()
+    try:
+        encoded = payload.encode_data("msgpack", value)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.8 * len(encoded)
 
 
 @pytest.mark.parametrize(

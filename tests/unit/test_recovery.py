@@ -367,7 +367,7 @@ class Asked:
     def __call__(self, items: int, error: StreamError) -> Any:
         self.told.append((items, type(error).__name__))
         answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -454,6 +454,46 @@ async def test_what_the_caller_does_wrong_is_raised_to_the_reader(
     with pytest.raises((LookupError, TypeError)):
         await asyncio.wait_for(anext(stream), LIMIT_S)
     assert await read(stream) == []
+
+
+class Odd(BaseException):
+    """Neither an error nor the end of anything."""
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [StopIteration(), StopAsyncIteration(), asyncio.CancelledError(), Odd()],
+    ids=repr,
+)
+async def test_what_no_stream_can_raise_neither_ends_it_nor_leaves_it_open(
+    world: World, raised: BaseException
+):
+    asked = Asked(raised)
+    stream, opened = await world.stream(options=asked.options)
+    opened.events.on_lost("gone")
+    with pytest.raises(RuntimeError, match="on_stream_lost raised ") as caught:
+        await asyncio.wait_for(anext(stream), LIMIT_S)
+    assert caught.value.__cause__ is raised
+    assert await read(stream) == []
+
+
+async def test_an_error_of_the_caller_does_not_hide_that_the_stream_broke(world: World):
+    asked = Asked(LookupError("no"))
+    stream, opened = await world.stream(options=asked.options)
+    opened.events.on_lost("gone")
+    error = await failure(anext(stream), LookupError)
+    assert isinstance(error.__context__, StreamBroken)
+
+
+async def test_a_continuation_must_be_there_at_once(world: World):
+    async def later() -> str:
+        return "go on"
+
+    asked = Asked(later())
+    stream, opened = await world.stream(options=asked.options)
+    opened.events.on_lost("gone")
+    error = await failure(anext(stream), TypeError)
+    assert "returned a coroutine: it must return the request itself" in str(error)
 
 
 async def test_where_nobody_is_left_the_first_error_is_raised(world: World):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import logging
 import math
 import operator
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from dynamo.runtime._calls.choosing import Chooser
 from dynamo.runtime._calls.context import Context, new_id
-from dynamo.runtime._calls.deadlines import NO_LIMITS, inherited
+from dynamo.runtime._calls.deadlines import NO_LIMITS, inherited, seconds_of
 from dynamo.runtime._calls.egress import NO_OPTIONS, CallOptions, OutgoingCall
 from dynamo.runtime._calls.pump import Requests, iterator_of
 from dynamo.runtime._discovery.instances import Instance
@@ -88,17 +89,22 @@ class Client(Unconstructible):
         """Wait until an instance can be called.
 
         Args:
-            timeout: How many seconds to wait at most; None waits without limit.
+            timeout: How many seconds to wait at most, 0 looks once; None waits without
+                limit.
 
         Returns:
             A future of the ids that can be called: listed and not being avoided.
 
         Raises:
+            TypeError: ``timeout`` is no number.
+            ValueError: ``timeout`` is negative or not a number.
             RuntimeError: no loop is running.
             NoInstances: there was none within ``timeout`` (a TimeoutError too; from the
                 future).
             RuntimeClosed: the runtime was shut down (from the future).
         """
+        if timeout is not None:
+            timeout = seconds_of("timeout", timeout)
         return self._home.run(self._chooser.wait_at_most(timeout))
 
     def wait_for_instance_by_runtime_data(
@@ -475,13 +481,15 @@ class Client(Unconstructible):
         limits = self._home.limits.of_call(
             timeout, first_item_timeout, idle_timeout, deadline
         )
-        if limits is NO_LIMITS and not idempotent and on_stream_lost is None:
+        if limits is NO_LIMITS and idempotent is False and on_stream_lost is None:
             return NO_OPTIONS
-        if on_stream_lost is not None and not callable(on_stream_lost):
+        if not isinstance(idempotent, bool):
             raise TypeError(
-                "argument 'on_stream_lost': expected a callable, not "
-                f"{type(on_stream_lost).__name__}"
+                "argument 'idempotent': expected a bool, not "
+                f"{type(idempotent).__name__}"
             )
+        if on_stream_lost is not None:
+            _check_plain("on_stream_lost", on_stream_lost)
         return CallOptions(limits, idempotent, on_stream_lost)
 
     def _call(
@@ -580,6 +588,19 @@ def _check_seconds(name: str, value: float | None) -> float | None:
 async def _started(call: OutgoingCall) -> AsyncResponseStream:
     """For callers in other loops."""
     return await call.start()
+
+
+def _check_plain(name: str, function: object) -> None:
+    """Refuse at the call what would only fail when a stream has broken."""
+    if not callable(function):
+        raise TypeError(
+            f"argument '{name}': expected a callable, not {type(function).__name__}"
+        )
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"argument '{name}': expected a plain function, not 'async def': it must "
+            "return at once"
+        )
 
 
 def _check_id(instance_id: Any) -> int:

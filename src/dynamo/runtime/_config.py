@@ -124,7 +124,8 @@ class _Reader:
         if not text:
             return default
         try:
-            value = float(text)
+            # float() alone would also take "1_000" and other scripts' digits.
+            value = float(text) if text.isascii() and "_" not in text else -1.0
         except ValueError:
             value = -1.0
         if not least <= value < float("inf"):

@@ -118,7 +118,10 @@ def seconds_of(name: str, value: float) -> float:
         raise ValueError(
             f"argument '{name}': {value!r}: expected a number of seconds, 0 or more"
         )
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf  # an int beyond all floats
 
 
 class Limits(msgspec.Struct, frozen=True, gc=False):

@@ -24,6 +24,7 @@ import asyncio
 import contextvars
 import errno
 import functools
+import inspect
 import logging
 import math
 import os
@@ -222,6 +223,31 @@ def _is_ours(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def _continuation(ask: OnStreamLost, items: int, error: StreamError) -> Any:
+    request = ask(items, error)
+    if inspect.isawaitable(request):
+        if inspect.iscoroutine(request):
+            request.close()
+        raise TypeError(
+            f"on_stream_lost returned a {type(request).__name__}: it must return the "
+            "request itself, at once"
+        )
+    return request
+
+
+def _for_reader(raised: BaseException, lost: StreamError) -> Exception:
+    """What the caller's function raised, as something that a stream can raise."""
+    unfit = isinstance(raised, (StopIteration, StopAsyncIteration))
+    if unfit or not isinstance(raised, Exception):
+        # The former would look like the end of the answer; a generator says the same.
+        error = RuntimeError(f"on_stream_lost raised {type(raised).__name__}")
+        error.__cause__ = raised
+        return error
+    if raised is not lost and raised.__context__ is None:
+        raised.__context__ = lost
+    return raised
 
 
 class _Result(asyncio.Future[AsyncResponseStream]):
@@ -461,6 +487,10 @@ class OutgoingCall:
     def _may_move(self, error: Exception, *, inhibits: bool = False) -> bool:
         """Let go of an instance, and fail the call unless another may be tried."""
         assert self._record is not None
+        late = isinstance(error, CallTimeout) and error.phase == "send"
+        if late and self._clock is not None and self._clock.passes_now():
+            # The lane knows when it should have been sent, but not whose limit that is.
+            return False
         self._detach(error, inhibits=inhibits)
         if isinstance(error, CallError):
             self._note(error, self._record)
@@ -732,10 +762,13 @@ class OutgoingCall:
             self._finish(error)
             return
         try:
-            request = ask(self._items, error)
+            request = _continuation(ask, self._items, error)
             packed = None if request is None else encode_value(request, "msgpack")
-        except Exception as raised:  # noqa: BLE001 - the caller's function raises anything
-            self._finish(raised)
+        except BaseException as raised:
+            # Whatever it is: nobody else would end the stream.
+            self._finish(_for_reader(raised, error))
+            if isinstance(raised, (KeyboardInterrupt, SystemExit)):
+                raise
             return
         if packed is None:
             self._finish(error)

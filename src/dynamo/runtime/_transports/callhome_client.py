@@ -66,6 +66,8 @@ _log = logging.getLogger("dynamo.runtime.callhome")
 _LATE_CALL_HOME_S = 60.0
 # The wire knows no less.
 _LEAST_LEFT_S = 0.001
+# In milliseconds it has 15 digits, which is what readers take.
+_MOST_LEFT_S = 999_999_999_999
 # How long a stopped call waits for the worker to close; whoever reads waits less.
 _STOPPED_LIMIT_S = 10.0
 
@@ -520,7 +522,7 @@ def remaining_ms(request: CallRequest) -> int | None:
             facts={"limit": "deadline", "seconds": left_s, "items": 0},
         )
     # Rounded up: the caller is to be the first to know.
-    return math.ceil(left_s * 1000)
+    return math.ceil(min(left_s, _MOST_LEFT_S) * 1000)
 
 
 def encode_for(

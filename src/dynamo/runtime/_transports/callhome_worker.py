@@ -366,6 +366,9 @@ class ReplyConnection(Connection):
     def _again_in(self, pause_s: float, call: object, *args: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._transport is None:
+            # Lost: there is nothing to wait for, and a timer would keep the request.
+            return
         self._timer = self._loop.call_later(pause_s, call, *args)  # type: ignore[arg-type]
 
     @override

@@ -391,7 +391,9 @@ def _named_text_of(error: BaseException) -> str:
 def _text_of(error: BaseException) -> str:
     try:
         return _readable(str(error))
-    except Exception:  # noqa: BLE001 - str() runs the user's code, which may do anything
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # noqa: BLE001 - str() runs the user's code: it may do anything
         return "<exception str() failed>"
 
 

@@ -131,13 +131,15 @@ def encode_data(codec: str, data: object) -> bytes:
     """
     if codec == "json":
         return encode_annotated(codec, data)
+    # In one go: gluing would copy the value, which may be large, into fresh memory.
+    envelope = {"data": data}
     try:
-        encoded = _encode_msgpack(data)
+        encoded = _encode_msgpack(envelope)
     except RecursionError:
-        encoded = encode_value(data, codec)
-    if 0xFF in encoded:
-        encoded = encode_value(data, codec)
-    return b"\x81\xa4data" + encoded
+        return encode_value(envelope, codec)
+    if 0xFF in encoded and _may_hold_timestamp(encoded, data):
+        return encode_value(envelope, codec)
+    return encoded
 
 
 def decode_value(data: bytes | bytearray | memoryview, codec: str) -> Any:
