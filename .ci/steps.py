@@ -130,7 +130,7 @@ COVERAGE = [
         "--cov=dynamo",
         "--cov-branch",
         "--cov-report=",
-        limit_s=420,
+        limit_s=600,
     ),
     named("cover 90 %", tool("coverage", "report", "--fail-under=90")),
     named(

@@ -16,6 +16,8 @@ from dynamo.runtime._wire.faults import ErrorObject
 VECTORS = Path(__file__).resolve().parent.parent / "tests" / "vectors"
 # Large values make slow seeds and nothing new.
 MAX_SEED_BYTES = 8192
+# The parts of a message on the duplex lane, in these targets.
+CHUNK_BYTES = 64
 
 _CUTS = bytes([0, 6, 30, 254])
 _PREFIX_BYTES = 24
@@ -133,12 +135,22 @@ def _requests() -> Iterator[bytes]:
     yield from (bytes.fromhex(one["request_hex"]) for one in load("tcp_acks")["cases"])
 
 
+def _in_parts(kind: int, stream: int, message: bytes, between: bytes = b"") -> bytes:
+    """A message cut as the targets expect it, and what comes before its end."""
+    total = frames.encode_number(len(message))
+    out = b""
+    while len(message) > CHUNK_BYTES:
+        part, message = message[:CHUNK_BYTES], message[CHUNK_BYTES:]
+        out += frames.encode_frame(frames.PART, stream, total + part)
+    return out + between + frames.encode_frame(kind, stream, message)
+
+
 def _duplex_client_says() -> Iterator[bytes]:
     """Streams of frames of our own making: no genuine peer speaks this lane."""
     hello = frames.encode_frame(frames.HELLO, 0, frames.encode_hello(frames.Hello()))
     yield hello
     head = frames.RequestHead("id", "a/b/c", {"k": "v"}, flags=frames.STREAMED_INPUT)
-    request = frames.encode_request(head, b"\x81\xa1x\x01", MAX_SEED_BYTES)
+    request = frames.encode_request_front(head, 4, MAX_SEED_BYTES) + b"\x81\xa1x\x01"
     asked = hello + frames.encode_frame(frames.REQUEST, 1, request)
     yield asked
     for kind in (frames.STOP, frames.KILL, frames.INPUT_END):
@@ -148,6 +160,10 @@ def _duplex_client_says() -> Iterator[bytes]:
     yield asked + frames.encode_frame(frames.CREDIT, 1, credit)
     yield asked + frames.encode_frame(frames.CREDIT, 0, credit)
     yield hello + frames.encode_frame(frames.PING, 0, b"12345678")
+    value = request + bytes(2 * CHUNK_BYTES)
+    yield hello + _in_parts(frames.REQUEST, 1, value)
+    stop = frames.encode_frame(frames.KILL, 1)
+    yield asked + _in_parts(frames.INPUT, 1, bytes(3 * CHUNK_BYTES), between=stop)
 
 
 def _duplex_worker_says() -> Iterator[bytes]:
@@ -164,6 +180,9 @@ def _duplex_worker_says() -> Iterator[bytes]:
     yield frames.encode_frame(frames.REFUSED, 2, frames.encode_refusal(refusal))
     yield frames.encode_frame(frames.CREDIT, 0, frames.encode_number(300)) + item
     yield frames.encode_frame(frames.GOAWAY, 0, frames.encode_number(1))
+    large = b"\x81\xa4data\xc5\0\xf0" + bytes(240)
+    yield _in_parts(frames.ITEM, 1, large) + _in_parts(frames.ITEM_END, 2, large)
+    yield _in_parts(frames.ITEM, 1, large, between=item.replace(b"\1", b"\2"))
 
 
 _FROM_WORKER, _FROM_CLIENT = "worker->client", "client->worker"

@@ -20,6 +20,7 @@ from dynamo.runtime._wire import (
     duplex,
     duplex_frames,
     faults,
+    framing,
     payload,
     propagation,
     records,
@@ -36,6 +37,7 @@ from dynamo.runtime.errors import (
     MessageTooLarge,
     RemoteProtocolError,
 )
+from fuzz.seeds import CHUNK_BYTES
 
 MAX_MESSAGE_BYTES = 4096
 # A request's fields are read before its size is known: two lengths of 16 bits each.
@@ -98,6 +100,41 @@ def pieces_of(stream: bytes, sizes: bytes) -> Iterator[bytes]:
         turn += 1
 
 
+@contextlib.contextmanager
+def small_is_large() -> Iterator[None]:
+    """Messages of a few bytes take the ways of large ones."""
+    small = {
+        (framing, "_ASSEMBLED_BYTES"): 40,
+        (framing, "_DIRECT_BYTES"): 8,
+        (framing, "_FIRST_ROOM_BYTES"): 16,
+        (duplex, "CHUNK_BYTES"): CHUNK_BYTES,
+        (duplex, "PART_BYTES"): CHUNK_BYTES + 4,
+    }
+    usual = {(module, name): getattr(module, name) for module, name in small}
+    try:
+        for (module, name), size in small.items():
+            setattr(module, name, size)
+        yield
+    finally:
+        for (module, name), size in usual.items():
+            setattr(module, name, size)
+
+
+def read(reader: FrameReader[Event], data: bytes, events: list[Event]) -> None:
+    """As a connection does: the rest of a large frame is read to where it belongs."""
+    while data and reader.direct:
+        space = reader.space()
+        require(len(space) > 0, "nowhere to read to")
+        taken = data[: len(space)]
+        space[: len(taken)] = taken
+        data = data[len(taken) :]
+        events += reader.filled(len(taken))
+        reader.check()
+    if data:
+        events += reader.feed(data)
+        reader.check()
+
+
 def feed(
     reader: FrameReader[Event], pieces: Iterator[bytes]
 ) -> tuple[list[Event], str]:
@@ -107,8 +144,7 @@ def feed(
     try:
         for piece in pieces:
             fed += len(piece)
-            events += reader.feed(piece)
-            reader.check()
+            read(reader, piece, events)
             check_held(reader, fed)
         reader.feed_eof()
     except RemoteProtocolError as error:
@@ -117,7 +153,7 @@ def feed(
 
 
 def check_held(reader: FrameReader[Any], fed: int) -> None:
-    held = reader._held_bytes if reader.mid_frame else 0
+    held = reader.held_bytes
     require(held <= fed, "more is kept than was fed", held, fed)
     limit = MAX_HELD_BYTES[type(reader)]
     require(held < limit, "an unfinished frame is kept beyond the limit", held, limit)
@@ -139,6 +175,15 @@ def read_stream(make: Callable[[], FrameReader[Event]], data: bytes) -> list[Eve
     return whole
 
 
+def read_both_ways(make: Callable[[], FrameReader[Event]], data: bytes) -> list[Event]:
+    """As `read_stream`, and the same if all frames but the shortest are large."""
+    usual = read_stream(make, data)
+    with small_is_large():
+        large = read_stream(make, data)
+    require(usual == large, "other events when large", usual, large)
+    return usual
+
+
 def kinds(events: list[Any]) -> str:
     return " ".join(type(event).__name__ for event in events[:4])
 
@@ -146,7 +191,7 @@ def kinds(events: list[Any]) -> str:
 @target("requests", "callhome.RequestReader")
 def request_reader(data: bytes) -> str:
     """The worker's side of a request connection."""
-    events = read_stream(lambda: callhome.RequestReader(MAX_MESSAGE_BYTES), data)
+    events = read_both_ways(lambda: callhome.RequestReader(MAX_MESSAGE_BYTES), data)
     for event in events[:-1]:
         require(isinstance(event, callhome.RequestReceived), "goes on after", event)
     again = b"".join(map(_frame_of, events))
@@ -183,7 +228,7 @@ def ack_reader(data: bytes) -> str:
 @target("frames", "two_part.TwoPartReader", "two_part.decode_two_part")
 def two_part_reader(data: bytes) -> str:
     """Response and request-stream connections; a whole message reads the same."""
-    events = read_stream(lambda: TwoPartReader(MAX_MESSAGE_BYTES), data)
+    events = read_both_ways(lambda: TwoPartReader(MAX_MESSAGE_BYTES), data)
     again = b"".join(encode_two_part(event.header, event.body) for event in events)
     require(TwoPartReader().feed(again) == events, "other messages", events)
     stream = data[_CUTS_BYTES:]
@@ -213,12 +258,14 @@ def named(side: duplex.ClientSide | duplex.WorkerSide, events: list[Any]) -> lis
         require(known, "something waits on a stream that is gone", stream.id)
     require(len(side.streams) <= side.last_id, "more streams than ids", side.last_id)
     each: list[Any] = []
-    for kind, stream, said in events:
-        if kind == duplex_frames.ITEM:
-            stream.items = None
-            each += [(kind, stream.id, body) for body in said]
+    for kind, one, said in events:
+        # What was read directly may have been named before.
+        number = getattr(one, "id", one)
+        if kind == duplex_frames.ITEM and one is not number:
+            one.items = None
+            each += [(kind, number, body) for body in said]
         else:
-            each.append((kind, stream and stream.id, said))
+            each.append((kind, number, said))
     return each
 
 
@@ -232,6 +279,10 @@ class Worker(duplex.WorkerSide):
     def feed(self, data: bytes) -> list[Any]:
         return named(self, super().feed(data))
 
+    @override
+    def filled(self, size: int) -> list[Any]:
+        return named(self, super().filled(size))
+
 
 class Client(duplex.ClientSide):
     """A client's side that was greeted, and has made calls."""
@@ -241,11 +292,16 @@ class Client(duplex.ClientSide):
         super().feed(b"".join(duplex.WorkerSide(SMALL_CREDIT).out))
         for number in range(3):
             head = duplex_frames.RequestHead("id", "path", flags=number % 2)
-            self.open(duplex_frames.encode_request(head, b"x", MAX_MESSAGE_BYTES))
+            front = duplex_frames.encode_request_front(head, 1, MAX_MESSAGE_BYTES)
+            self.open(front, b"x")
 
     @override
     def feed(self, data: bytes) -> list[Any]:
         return named(self, super().feed(data))
+
+    @override
+    def filled(self, size: int) -> list[Any]:
+        return named(self, super().filled(size))
 
 
 for _side in (Worker, Client):
@@ -260,7 +316,8 @@ for _side in (Worker, Client):
 )
 def duplex_worker_side(data: bytes) -> str:
     """What a client says."""
-    return " ".join(f"{kind:x}" for kind, *_ in read_stream(Worker, data)[:6])
+    with small_is_large():
+        return " ".join(f"{kind:x}" for kind, *_ in read_stream(Worker, data)[:6])
 
 
 @target(
@@ -271,7 +328,8 @@ def duplex_worker_side(data: bytes) -> str:
 )
 def duplex_client_side(data: bytes) -> str:
     """What a worker says to a client with three calls."""
-    return " ".join(f"{kind:x}" for kind, *_ in read_stream(Client, data)[:6])
+    with small_is_large():
+        return " ".join(f"{kind:x}" for kind, *_ in read_stream(Client, data)[:6])
 
 
 # ----------------------------------------------------------- state machines of frames

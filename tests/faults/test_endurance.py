@@ -1,6 +1,6 @@
 """Many calls, cancelled at random moments: what is there afterwards is what was before.
 
-Rows RS-05, RS-11, CN-07, HG-05, and ten thousand calls in two processes.
+Rows RS-05, RS-11, CN-05, CN-07, HG-05, and ten thousand calls in two processes.
 """
 
 from __future__ import annotations
@@ -171,6 +171,126 @@ async def test_many_calls_a_third_of_them_cancelled_leave_everything_as_it_was(
     # Those with a hush can end in no other way.
     assert calls / 6 <= sides.outcomes["cancelled"] <= calls / 3 + 1
     assert sides.client._home.in_flight == {}
+
+
+# ------------------------------------------------------------------ cancelled anywhere
+
+
+class Varied:
+    """A handler that ends, fails or falls silent after some items, as it is asked to."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.begun = 0
+
+    async def __call__(self, request: dict[str, Any]) -> AsyncIterator[int]:
+        self.running += 1
+        self.begun += 1
+        try:
+            for number in range(request["count"]):
+                yield number
+                await asyncio.sleep(0)
+            if request["end"] == "raise":
+                raise ValueError("as it was asked to")
+            if request["end"] == "hush":
+                await asyncio.Event().wait()
+        finally:
+            self.running -= 1
+
+
+class Canceller:
+    """Calls that are cut short at a random moment, each in one of several ways."""
+
+    WAYS = ("cancel", "stop", "limit", "aclose", "drop")
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.chance = random.Random(SEED)
+        self.outcomes: Counter[str] = Counter()
+
+    async def call(self) -> None:
+        way, context = self.chance.choice(self.WAYS), Context()
+        moment = self.chance.uniform(0, 0.03)
+        options = {"timeout": max(moment, 0.001)} if way == "limit" else {}
+        reading = asyncio.get_running_loop().create_task(
+            self._read(way, context, **options)
+        )
+        await asyncio.wait((reading,), timeout=moment)
+        if way == "cancel":
+            reading.cancel()
+        elif way == "stop":
+            context.stop_generating()
+        await asyncio.wait((reading,), timeout=LIMIT_S)
+        assert reading.done(), f"a call does not end after {way}"
+        self.outcomes[_outcome(reading)] += 1
+
+    async def _read(self, way: str, context: Context, **options: Any) -> None:
+        # Who leaves by itself has to get to it.
+        leaves = way in ("aclose", "drop")
+        request = {
+            "count": self.chance.randrange(5),
+            "end": self.chance.choice(["", "raise", "" if leaves else "hush"]),
+        }
+        stream = await self.client.random(
+            request, annotated=False, context=context, **options
+        )
+        left = self.chance.randrange(3)
+        async for _ in stream:
+            left -= 1
+            if leaves and left < 0:
+                break
+        if way == "aclose":
+            await stream.aclose()
+
+
+def _outcome(call: asyncio.Task[None]) -> str:
+    if call.cancelled():
+        return "cancelled"
+    error = call.exception()
+    # Whatever else comes is a failure of the test.
+    if isinstance(
+        error, (errors.RemoteError, errors.StreamTimeout, errors.CallTimeout)
+    ):
+        return type(error).__name__
+    call.result()
+    return "ended"
+
+
+@pytest.mark.slow
+async def test_calls_cut_short_at_random_moments_leave_all_counts_at_zero(
+    each_lane: str, scale: float
+) -> None:
+    """Also those of calls that wait for their turn, of which there always are some."""
+    count = int(1_000 if scale <= 1 else 3_400 * scale)
+    handler = Varied()
+    async with served(handler, worker={"worker_pool_size": AT_ONCE // 3}) as pair:
+        canceller = Canceller(pair.client)
+
+        async def call_on() -> None:
+            for _ in range(count // AT_ONCE):
+                await canceller.call()
+
+        await asyncio.gather(*(call_on() for _ in range(AT_ONCE)))
+        admission = pair.worker._core.admission
+
+        def counts() -> dict[str, Any]:
+            return {
+                "at the client": sum(pair.client._home.in_flight.values()),
+                "at the worker": pair.in_flight,
+                "handlers": handler.running,
+                "places": admission._reserved,
+                "turns": admission._running,
+                "waiting": len(admission._waiting),
+                "limits": len(pair.client._home.deadlines._watched),
+            }
+
+        with contextlib.suppress(AssertionError):  # told better below
+            await eventually(lambda: not any(counts().values()))
+        assert counts() == dict.fromkeys(counts(), 0)
+        assert pair.client._home.in_flight == {}
+        print(f"{handler.begun} handlers began: {dict(canceller.outcomes)}")
+    assert canceller.outcomes.total() == count
+    assert {"cancelled", "ended", "RemoteError"} <= set(canceller.outcomes)
 
 
 # ----------------------------------------------------------------------------- RS-11

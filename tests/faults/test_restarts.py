@@ -1,6 +1,6 @@
-"""Workers that are restarted or killed while calls go on: no call may fail for it.
+"""Workers that are restarted, killed or put to sleep while calls go on.
 
-Rows LC-11 and LC-12.
+No call may fail for it.  Rows LC-07, LC-11 and LC-12.
 """
 
 from __future__ import annotations
@@ -29,6 +29,31 @@ async def main(runtime):
     endpoint = runtime.endpoint("ns.comp.gen")
     say(endpoint.connection_id())
     await endpoint.serve_endpoint(handle)
+
+run(main)
+"""
+
+# Does what it reads: a method of its endpoint, or nothing but to tell.
+SLEEPER = """
+begun = 0
+
+async def handle(request):
+    global begun
+    begun += 1
+    for item in "123":
+        await asyncio.sleep(0.005)
+        yield item
+
+@dynamo_worker()
+async def main(runtime):
+    endpoint = runtime.endpoint("ns.comp.gen")
+    say(endpoint.connection_id())
+    serving = endpoint.serve_endpoint(handle)
+    while order := (await line()).strip():
+        if order != "tell":
+            await getattr(endpoint, order)()
+        say(begun)
+    await serving
 
 run(main)
 """
@@ -81,8 +106,10 @@ class Load:
         assert not self._calls
 
 
-async def start(programs: Programs, client: Client, lanes: str) -> tuple[int, Program]:
-    worker = await programs.start(WORKER, DYN_RUNTIME_LANES=lanes)
+async def start(
+    programs: Programs, client: Client, lanes: str, text: str = WORKER
+) -> tuple[int, Program]:
+    worker = await programs.start(text, DYN_RUNTIME_LANES=lanes)
     instance_id = int(await worker.line())
     await eventually(lambda: instance_id in client.instance_ids())
     return instance_id, worker
@@ -129,3 +156,35 @@ async def test_a_kill_under_load_fails_no_call_that_was_not_sent(
         assert load.outcomes["complete"] == load.outcomes.total() - len(load.errors)
         print(f"{len(load.errors)} of {load.outcomes.total()} calls had begun there")
         second[1].kill()
+
+
+async def ask(worker: Program, order: str) -> int:
+    """Have a sleeper do that, and learn how many calls it has begun so far."""
+    worker.write_line(order)
+    return int(await worker.line())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each_lane", ["duplex", "callhome"], indirect=True)
+async def test_a_worker_that_sleeps_and_wakes_under_load_fails_no_call(
+    programs: Programs, each_lane: str, client: Client, scale: float
+) -> None:
+    """It is the same instance afterwards, and rests in between."""
+    await start(programs, client, each_lane)
+    instance_id, sleeper = await start(programs, client, each_lane, SLEEPER)
+    load = Load(client)
+    await load.passes(20)
+    for _ in range(max(2, round(3 * scale))):
+        await ask(sleeper, "unregister_endpoint_instance")
+        await eventually(lambda: instance_id not in client.instance_ids())
+        # The last ones were under way.
+        await load.passes(20)
+        asleep = await ask(sleeper, "tell")
+        await load.passes(40)
+        assert await ask(sleeper, "tell") == asleep
+        await ask(sleeper, "register_endpoint_instance")
+        await eventually(lambda: instance_id in client.instance_ids())
+        await load.passes(40)
+        assert await ask(sleeper, "tell") > asleep
+    await load.end()
+    assert set(load.outcomes) == {"complete"}

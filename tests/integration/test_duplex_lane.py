@@ -36,7 +36,7 @@ from dynamo.runtime._wire.duplex_frames import (
     RequestHead,
     encode_frame,
     encode_hello,
-    encode_request,
+    encode_request_front,
 )
 from dynamo.runtime._wire.records import (
     INSTANCES,
@@ -1066,7 +1066,7 @@ async def test_a_peer_that_reads_nothing_of_what_it_makes_us_say_is_cut_off(
         loop = asyncio.get_running_loop()
         side = ClientSide(Hello())
         await loop.sock_sendall(sock, b"".join(side.out))
-        head = encode_request(RequestHead("i", "p" * 4000), b"", MAX_BYTES)
+        head = encode_request_front(RequestHead("i", "p" * 4000), 0, MAX_BYTES)
         kept = 0
         with pytest.raises(ConnectionError):  # noqa: PT012 - one of many fails
             for number in range(1, 30_000):

@@ -842,10 +842,10 @@ async def test_a_request_that_was_not_written_certainly_did_not_run(
     (pool,) = cluster.lane._pools._pools.values()
     (connection,) = pool._connections
     acks: list[Any] = []
-    connection.submit(b"written", acks.append)
+    connection.submit((b"written",), acks.append)
     connection.flush()
-    connection.submit(b"queued", acks.append)
-    connection.submit(b"queued too", acks.append)
+    connection.submit((b"queued",), acks.append)
+    connection.submit((b"queued too",), acks.append)
     assert connection._transport is not None
     assert connection.eof_received() is False
     connection._transport.close()  # as every loop does after that answer

@@ -338,6 +338,7 @@ async def test_with_nobody_listed_the_error_names_the_endpoints_there_are(
     )
     assert caught.value.facts["listed"] == 0
     assert caught.value.facts["endpoints"] == ()
+    assert caught.value.facts["left_s"] is None
     for number in range(12):
         await cluster.backend.register(INSTANCES, f"a/b/c{number:02}/1", b"any")
     # Not looked up for each of many calls, but again after a while.
@@ -532,6 +533,24 @@ async def test_waiting_returns_those_that_are_there(cluster: Cluster):
     client = cluster.client()
     assert await client.wait_for_instances() == [1, 2]
     assert await client.wait_for_instances(timeout=0) == [1, 2]
+
+
+async def test_that_nobody_is_left_differs_from_that_nobody_ever_came(cluster: Cluster):
+    """DI-09: and whoever waits is there when somebody comes back."""
+    await cluster.join(1)
+    client = cluster.client()
+    await cluster.leave(1)
+    with pytest.raises(
+        NoInstances, match=r"\(none listed any more, the last one left \S+ s ago; reg"
+    ) as caught:
+        await client.random(None)
+    left_s = caught.value.facts["left_s"]
+    assert isinstance(left_s, float)
+    assert 0 <= left_s < LIMIT_S
+    waiting = client.wait_for_instances(timeout=LIMIT_S)
+    await asyncio.sleep(0)
+    await cluster.join(1)
+    assert await waiting == [1]
 
 
 async def test_waiting_ends_when_somebody_comes(cluster: Cluster):

@@ -15,6 +15,7 @@ import math
 import pathlib
 import subprocess
 import sys
+import tracemalloc
 import types
 import uuid
 from typing import Any
@@ -26,6 +27,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamo.runtime._wire import payload
 from dynamo.runtime._wire.faults import ErrorObject
 from dynamo.runtime._wire.payload import (
     AnnotatedItem,
@@ -262,6 +264,46 @@ LOOK_ALIKES = [b"\xd6\xff", b"\xd7\xff1", b"\xc7\x0c\xff", {b"\xd7\xff": {1: b"\
 @pytest.mark.parametrize("value", LOOK_ALIKES, ids=repr)
 def test_bytes_that_look_like_a_timestamp_stay_bytes(value: object) -> None:
     assert sent({"a": value, 1: -1, None: 1.5}) == {"a": value, 1: -1, None: 1.5}
+
+
+LARGE = b"\xd7\xff\xd6\xff" * 2000
+
+
+@pytest.mark.parametrize("value", [LARGE, {"a": {"b": LARGE, "c": 1}}])
+def test_a_large_plain_look_alike_is_not_encoded_twice(
+    value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(payload, "_to_builtins")
+    assert sent(value) == value
+    with pytest.raises(NameError):
+        sent([value])
+
+
+@pytest.mark.parametrize("value", ["x" * 4_000_000, {"a": b"\xd7\xff" * 2_000_000}])
+def test_a_large_item_is_encoded_into_one_piece_of_memory(value: object) -> None:
+    """Fresh memory is what large bodies cost; the encoder takes half as much again."""
+    tracemalloc.start()
+    try:
+        encoded = payload.encode_data("msgpack", value)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.8 * len(encoded)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda time: {"a": {"b": LARGE, "t": time}},
+        lambda time: {"l": LARGE, "a": {"b": {"c": time}}},
+        lambda time: {"l": LARGE, "a": {"b": {time: 1}}},
+        lambda time: {"a": [LARGE, {"t": time}]},
+        lambda time: {"l": LARGE, "a": {"b": 1}, "c": {"t": time}},
+        lambda time: {time: LARGE},
+    ],
+)
+def test_time_inside_what_is_nearly_plain_travels_as_text(around: Any) -> None:
+    assert sent(around(NOON)) == around("2020-01-02T12:00:00Z")
 
 
 @given(msgpack_values)

@@ -563,7 +563,7 @@ async def test_a_broken_answer_that_nobody_wants_any_more_ends(world: World, way
 async def test_the_limit_of_the_whole_call_holds_for_all_attempts(world: World):
     asked = Asked("go on")
     world.lane.scripts[2] = silent
-    # Long enough for the first to begin and to break, also on a busy machine.
+    # Not so soon that a busy machine has not come to the second one by then.
     options = replace(asked.options, limits=whole(10 * SOON_S).limits)
     stream, opened = await world.stream(options=options)
     opened.item("a")

@@ -13,7 +13,6 @@ from dynamo.runtime._wire.two_part import (
     TwoPartReader,
     decode_two_part,
     encode_two_part,
-    encode_two_part_around,
 )
 from dynamo.runtime.errors import RemoteProtocolError
 
@@ -109,7 +108,3 @@ def test_large_message_in_small_chunks_is_joined_once(
         got += reader.feed(raw[at : at + 65536])
     assert got == [TwoPart(b"", body)]
     assert looked_at <= len(raw) + 65536
-
-
-def test_glued_body_is_one_body() -> None:
-    assert encode_two_part_around(b"a", b"bc", b"d") == encode_two_part(b"", b"abcd")

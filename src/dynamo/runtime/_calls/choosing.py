@@ -106,17 +106,22 @@ class ClientHome:
         await self.health.aclose()
 
     async def explained(self, error: NoInstances) -> NoInstances:
-        """The same error; with nobody listed it says which endpoints there are."""
+        """The same error; with nobody listed it says whether somebody was, and who is."""
         if error.facts.get("listed"):
             return error
+        left_at = self.instances.left_at
+        left_s = None if left_at is None else self.loop.time() - left_at
+        none = "none listed"
+        if left_s is not None:
+            none += f" any more, the last one left {left_s:.3g} s ago"
         names = await self._registered_names()
         told = ", ".join(names[:_NAMES_TOLD])
         if len(names) > _NAMES_TOLD:
             told += f" and {len(names) - _NAMES_TOLD} more"
         return NoInstances(
-            f"{error} (none listed; registered endpoints: {told or 'none'})",
+            f"{error} ({none}; registered endpoints: {told or 'none'})",
             attempts=0,
-            facts={**error.facts, "endpoints": tuple(names)},
+            facts={**error.facts, "endpoints": tuple(names), "left_s": left_s},
         )
 
     async def _registered_names(self) -> list[str]:

@@ -188,6 +188,8 @@ class InstanceSet:
         self.generation = 0
         """Grows with everything that is announced."""
         self.closed = False
+        self.left_at: float | None = None
+        """When the last instance left, on the loop's clock; None if none ever did."""
         self._known: dict[Identity, EndpointRecord] = {}
         self._by_id: dict[int, EndpointRecord] = {}
         self._records: tuple[EndpointRecord, ...] = ()
@@ -317,6 +319,8 @@ class InstanceSet:
             if name == self.name
         )
         left = [number for number in self._removals if number not in by_id]
+        if self._by_id and not by_id:
+            self.left_at = self._loop.time()
         self._by_id = by_id
         self._records = tuple(by_id[number] for number in sorted(by_id))
         for instance_id in left:

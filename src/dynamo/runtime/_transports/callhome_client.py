@@ -35,9 +35,9 @@ from dynamo.runtime._wire.callhome import (
     ResponseReceiver,
     StreamEnded,
     StreamLost,
-    encode_input_frame,
-    encode_request_frame,
-    encode_request_payload,
+    encode_payload_front,
+    encode_request_front,
+    input_frame_pieces,
 )
 from dynamo.runtime._wire.faults import exception_of_prologue
 from dynamo.runtime._wire.payload import encode_value, genuine_can_decode
@@ -335,7 +335,7 @@ class _Input:
 
     def send(self, body: bytes) -> None:
         if self._connection is not None:
-            self._connection.send(encode_input_frame(body))
+            self._connection.send_pieces(input_frame_pieces(body))
 
     def end(self) -> None:
         self.close(SENTINEL)
@@ -408,14 +408,14 @@ class CallhomeClientLane:
             await self.listener.start()
             connection = await self._pools.connection(address)
             # Only now, for it says how much time is left.
-            frame = self._frame(address, record, request, call, body)
+            front = self._front(address, record, request, call, len(body or b""))
         except BaseException:
             call.close()
             raise
         self.listener.expect(call)
         if call.input is not None:
             self.listener.expect(call.input)
-        connection.submit(frame, call.on_ack)
+        connection.submit((front, body or b""), call.on_ack)
         return call
 
     async def _gate(self, record: EndpointRecord, request: CallRequest) -> _Gate | None:
@@ -426,14 +426,15 @@ class CallhomeClientLane:
             await held.wait()
         return _Gate(self._gates, key, self.loop)
 
-    def _frame(
+    def _front(
         self,
         address: TcpAddress,
         record: EndpointRecord,
         request: CallRequest,
         call: _Call,
-        body: bytes | None,
+        body_bytes: int,
     ) -> bytes:
+        """The request frame up to the body of that length."""
         control = ControlHeader(
             id=request.call_id,
             codec=record.codec,
@@ -450,12 +451,10 @@ class CallhomeClientLane:
             trace=request.trace,
             remaining_ms=remaining_ms(request),
         )
-        return encode_request_frame(
-            address.path,
-            headers,
-            encode_request_payload(control, body),
-            max_message_bytes=self.config.max_message_bytes,
-        )
+        inner = encode_payload_front(control, body_bytes)
+        limit_bytes = self.config.max_message_bytes
+        size = len(inner) + body_bytes
+        return encode_request_front(address.path, headers, size, limit_bytes) + inner
 
     def _way_to(self, end: _Call | _Input, request: CallRequest) -> ConnectionInfo:
         """Where the worker is to connect to for one of the streams."""

@@ -30,8 +30,8 @@ from dynamo.runtime._wire.callhome import (
     decode_request_payload,
     encode_final_frame,
     encode_handshake,
-    encode_item_frame,
     encode_prologue,
+    item_frame_pieces,
 )
 from dynamo.runtime._wire.payload import encode_annotated
 from dynamo.runtime._wire.propagation import (
@@ -40,7 +40,7 @@ from dynamo.runtime._wire.propagation import (
     sent_by_ours,
 )
 from dynamo.runtime._wire.records import split_host_port
-from dynamo.runtime._wire.two_part import TwoPartReader
+from dynamo.runtime._wire.two_part import TwoPart, TwoPartReader
 from dynamo.runtime.errors import ConnectionFailed, RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -200,10 +200,10 @@ class InputConnection(Connection):
         codec: str,
         events: InputEvents,
     ) -> None:
-        super().__init__(loop)
+        self._reader = TwoPartReader()
+        super().__init__(loop, self._reader)
         self._subject = subject
         self._events = events
-        self._reader = TwoPartReader()
         self._receiver = RequestStreamReceiver(codec)
         self._over = False
 
@@ -224,7 +224,14 @@ class InputConnection(Connection):
 
     @override
     def received(self, data: bytes) -> None:
-        for frame in self._reader.feed(data):
+        self._arrived(self._reader.feed(data))
+
+    @override
+    def received_directly(self, size: int) -> None:
+        self._arrived(self._reader.filled(size))
+
+    def _arrived(self, frames: list[TwoPart]) -> None:
+        for frame in frames:
             self._handle(self._receiver.receive(frame), len(frame.body))
         self._reader.check()
 
@@ -289,7 +296,7 @@ class ReplyConnection(Connection):
         self._end()
 
     def item(self, annotated: bytes) -> bool:
-        self.send(encode_item_frame(annotated, self._codec))
+        self.send_pieces(item_frame_pieces(annotated, self._codec))
         return self.paused
 
     def fail(self, error: ErrorObject) -> None:

@@ -15,11 +15,13 @@ import logging
 import os
 import socket
 import weakref
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 from dynamo.runtime._network import SOCKETS, Listening, Network
 from dynamo.runtime._sealed import override
+from dynamo.runtime._wire.framing import LARGE_BYTES, FrameReader, Memory
 from dynamo.runtime.errors import CannotListen, ConnectionFailed, ProtocolError
 
 _log = logging.getLogger("dynamo.runtime.transport")
@@ -38,6 +40,11 @@ _LOOKS = 4
 _EARLY_FRAMES = 16
 _EARLY_BYTES = 64 * 1024
 _HIGH_WATER = 256 * 1024
+# How long room for large messages is kept for the next one.
+_KEPT_S = 2.0
+_SLICE_BYTES = 256 * 1024
+# Never added to: an empty deque for each connection would take 600 bytes.
+_NO_BACKLOG: deque[memoryview] = deque()
 _TURNS_TO_ACCEPT = 3
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 3}
 
@@ -113,15 +120,92 @@ def _nothing() -> None:
     """Takes the place of a call-back that is not to be called any more."""
 
 
-class Connection(asyncio.Protocol):
-    """A connection that sends in batches.  One per socket; not reusable."""
+class SpareMemory(Memory):
+    """Room for large messages that is kept while they come one after the other."""
+
+    __slots__ = ("_loop", "_timer", "_used")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+        self._used = False
+
+    @override
+    def give(self, room: bytearray) -> None:
+        super().give(room)
+        self._used = True
+        if self._timer is None:
+            self._timer = self._loop.call_later(_KEPT_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._used:
+            self._used = False
+            self._timer = self._loop.call_later(_KEPT_S, self._look)
+        else:
+            self.drop()
+
+
+class _DirectReads(asyncio.BufferedProtocol):
+    """Stands in for a connection while a large frame comes.
+
+    The system writes the rest of it to where it is put together.  For small frames this
+    way costs more than it saves.
+    """
+
+    def __init__(self, connection: Connection, frames: FrameReader[Any]) -> None:
+        self._connection = connection
+        self._frames = frames
+
+    @override
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._frames.space()
+
+    @override
+    def buffer_updated(self, nbytes: int) -> None:
+        self._connection.buffer_updated(nbytes)
+
+    @override
+    def eof_received(self) -> bool:
+        return self._connection.eof_received()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)
+
+    @override
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    @override
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+
+class Connection(asyncio.Protocol):
+    """A connection that sends in batches.  One per socket; not reusable.
+
+    Args:
+        frames: The reader whose large frames are read to where they belong; then
+            `received_directly` must be there.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        frames: FrameReader[Any] | None = None,
+    ) -> None:
+        self._frames = frames
+        self._direct: asyncio.BufferedProtocol | None = None
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._out: list[bytes] = []
         self._out_bytes = 0
         self._flush_due = False
+        # Slices of large frames, where the transport would copy all of them.
+        self._backlog: deque[memoryview] = _NO_BACKLOG
+        self._gathers = False
         self._closing = False
         self.paused = False
         self.reading = True
@@ -133,6 +217,9 @@ class Connection(asyncio.Protocol):
 
     def received(self, data: bytes) -> None:
         """Bytes arrived.  A `ProtocolError` closes the connection with a log line."""
+
+    def received_directly(self, size: int) -> None:
+        """So many bytes arrived in the `space` of our reader; the same applies."""
 
     def peer_finished(self) -> bool:
         """The peer sent FIN.  Return True to keep our half open."""
@@ -177,6 +264,47 @@ class Connection(asyncio.Protocol):
             self._flush_due = True
             self._loop.call_soon(self._flush_at_end_of_turn)
 
+    def send_pieces(self, pieces: tuple[bytes, ...]) -> None:
+        """Queue one frame that is made of these; a large one is not copied."""
+        if sum(map(len, pieces)) <= LARGE_BYTES:
+            self.send(b"".join(pieces))
+            return
+        if self._closing:
+            return
+        self.flush()
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            # It counts among those that were never handed to the socket.
+            self._out.append(b"".join(pieces))
+            return
+        if self._gathers:
+            transport.writelines(pieces)
+            return
+        if not self._backlog:
+            self._backlog = deque()
+        for piece in pieces:
+            self._backlog.extend(_slices(piece))
+        self._write_backlog()
+
+    def _write_backlog(self, *, whole: bool = False) -> None:
+        """Write as far as the transport wants; its own buffer would be a copy of all."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            self._backlog.clear()
+            return
+        while self._backlog and (whole or not self.paused):
+            transport.write(self._backlog.popleft())
+
+    def _write_apart(self, pieces: Sequence[bytes]) -> None:
+        """Write what is too much to be joined: in one call of the system, if possible."""
+        transport = self._transport
+        assert transport is not None
+        if self._gathers:
+            transport.writelines(pieces)
+        else:
+            for piece in pieces:
+                transport.write(piece)
+
     def _flush_at_end_of_turn(self) -> None:
         self._flush_due = False
         self.flush()
@@ -192,7 +320,10 @@ class Connection(asyncio.Protocol):
         data = out[0] if len(out) == 1 else b"".join(out)
         self._out = []
         self._out_bytes = 0
-        self._transport.write(data)
+        if self._backlog:
+            self._backlog.append(memoryview(data))
+        else:
+            self._transport.write(data)
 
     def pause_until_written(self) -> None:
         """Be ``paused`` from now on while anything at all is left in our buffer."""
@@ -202,6 +333,7 @@ class Connection(asyncio.Protocol):
     def send_eof(self) -> None:
         """Send what is queued, then FIN; go on receiving."""
         self.flush()
+        self._write_backlog(whole=True)
         if self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
 
@@ -223,6 +355,7 @@ class Connection(asyncio.Protocol):
         """Send what is queued, then close."""
         if self._transport is not None and not self._closing:
             self.flush()
+            self._write_backlog(whole=True)
             self._closing = True
             self._transport.close()
 
@@ -242,6 +375,9 @@ class Connection(asyncio.Protocol):
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # asyncio's own join the lines before Python 3.12, and some releases of 3.12 and
+        # 3.13 then never say that they are full.
+        self._gathers = not isinstance(transport, asyncio.Transport)
         # Not asserted: uvloop's transports are no subclasses of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_HIGH_WATER)
@@ -259,8 +395,43 @@ class Connection(asyncio.Protocol):
         try:
             self.received(data)
         except ProtocolError as error:
-            _log.warning("closing the connection with %s: %s", self.peer, error)
-            self.abort()
+            self._broken_off(error)
+        else:
+            if self._frames is not None and self._frames.direct:
+                self._read_directly()
+
+    def buffer_updated(self, size: int) -> None:
+        """In place of `data_received` while a large frame comes."""
+        if self._closing:
+            return
+        try:
+            self.received_directly(size)
+        except ProtocolError as error:
+            self._broken_off(error)
+        else:
+            if self._frames is not None and not self._frames.direct:
+                self._read_through(self)
+
+    def _broken_off(self, error: ProtocolError) -> None:
+        _log.warning("closing the connection with %s: %s", self.peer, error)
+        self.abort()
+
+    def _read_directly(self) -> None:
+        assert self._frames is not None
+        if self._direct is None:
+            self._direct = _DirectReads(self, self._frames)
+        self._read_through(self._direct)
+
+    def _read_through(self, protocol: asyncio.BaseProtocol) -> None:
+        transport = self._transport
+        if transport is None or self._closing or transport.is_closing():
+            return
+        # uvloop decides how it reads when it begins to.
+        if self.reading:
+            transport.pause_reading()
+        transport.set_protocol(protocol)
+        if self.reading:
+            contextvars.Context().run(transport.resume_reading)
 
     @override
     def eof_received(self) -> bool:
@@ -273,10 +444,12 @@ class Connection(asyncio.Protocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = True
-        self._transport = None
+        # Both hold each other: no cycle is left behind.
+        self._transport = self._direct = None
         self.paused = False
         self.lost(exc)
         self._out.clear()
+        self._backlog.clear()
 
     @override
     def pause_writing(self) -> None:
@@ -285,7 +458,15 @@ class Connection(asyncio.Protocol):
     @override
     def resume_writing(self) -> None:
         self.paused = False
-        self.writable()
+        if self._backlog:
+            self._write_backlog()
+        if not self.paused:
+            self.writable()
+
+
+def _slices(piece: bytes) -> Iterator[memoryview]:
+    view = memoryview(piece)
+    return (view[at : at + _SLICE_BYTES] for at in range(0, len(view), _SLICE_BYTES))
 
 
 def _keep_alive(sock: socket.socket) -> None:

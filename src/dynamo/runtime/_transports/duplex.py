@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import Connection
+from dynamo.runtime._wire.framing import LARGE_BYTES
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Iterator
 
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._wire.duplex import ClientSide, Event, WorkerSide
@@ -31,6 +33,22 @@ _MAX_UNREAD_BYTES = 32 * 1024 * 1024
 _LATE_SHARE = 0.25
 
 
+def _pieces(out: list[bytes]) -> Iterator[bytes]:
+    """What is there to be sent, the parts of large messages by themselves.
+
+    Joining all of it would copy those, into fresh memory.
+    """
+    begin = 0
+    for at, piece in enumerate(out):
+        if len(piece) >= LARGE_BYTES:
+            if at > begin:
+                yield b"".join(out[begin:at])
+            yield piece
+            begin = at + 1
+    if begin < len(out):
+        yield b"".join(out[begin:])
+
+
 class DuplexConnection(Connection):
     """One end of a duplex connection.
 
@@ -44,7 +62,7 @@ class DuplexConnection(Connection):
         config: RuntimeConfig,
         side: ClientSide | WorkerSide,
     ) -> None:
-        super().__init__(loop)
+        super().__init__(loop, side)
         self.loss: str | None = None
         """Why we gave the connection up, for those who ask."""
         self._config = config
@@ -85,9 +103,12 @@ class DuplexConnection(Connection):
         transport = self._transport
         if not out or transport is None or transport.is_closing():
             return
-        data = b"".join(out)
+        if self._duplex.has_parts:
+            self._duplex.has_parts = False
+            self._write_apart(list(_pieces(out)))
+        else:
+            transport.write(b"".join(out))
         out.clear()
-        transport.write(data)
         if self.paused and transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
             self.give_up(f"{self.peer} does not read what it is sent")
 
@@ -109,7 +130,14 @@ class DuplexConnection(Connection):
     @override
     def received(self, data: bytes) -> None:
         self._heard_at = self._loop.time()
-        events = self._duplex.feed(data)
+        self._arrived(self._duplex.feed(data))
+
+    @override
+    def received_directly(self, size: int) -> None:
+        self._heard_at = self._loop.time()
+        self._arrived(self._duplex.filled(size))
+
+    def _arrived(self, events: list[Event]) -> None:
         if events:
             self.handle(events)
         self._duplex.check()

@@ -18,7 +18,12 @@ from dynamo.runtime._transports.callhome_client import (
     remaining_ms,
     too_large_there,
 )
-from dynamo.runtime._transports.connection import Limit, connect, spawn
+from dynamo.runtime._transports.connection import (
+    Limit,
+    SpareMemory,
+    connect,
+    spawn,
+)
 from dynamo.runtime._transports.duplex import DuplexConnection
 from dynamo.runtime._wire.callhome import too_large_text
 from dynamo.runtime._wire.duplex import STARTED, WRITABLE, ClientSide
@@ -36,7 +41,7 @@ from dynamo.runtime._wire.duplex_frames import (
     TOO_LARGE,
     Hello,
     RequestHead,
-    encode_request,
+    encode_request_front,
 )
 from dynamo.runtime._wire.faults import (
     error_of_unreadable,
@@ -100,18 +105,17 @@ class _Call:
         connection: _WorkerConnection,
         record: EndpointRecord,
         events: CallEvents,
-        payload: bytes,
-        *,
-        streamed: bool,
+        front: bytes,
+        value: bytes | None,
     ) -> None:
         self._connection = connection
         self._record = record
         self._decode = annotated_decoder(record.codec)
         self._events = events
-        self._streamed = streamed
+        self._streamed = value is None
         self._acknowledged = False
         self._over = False
-        self._stream = connection.side.open(payload)
+        self._stream = connection.side.open(front, value or b"")
         self._stream.owner = self
 
     # CallHandle
@@ -160,7 +164,7 @@ class _Call:
 
     # What the connection reports.
 
-    def on_items(self, bodies: list[bytes | bytearray]) -> None:
+    def on_items(self, bodies: list[bytes | memoryview]) -> None:
         self._stream.items = None
         decode = self._decode
         try:
@@ -170,7 +174,7 @@ class _Call:
         else:
             self._events.on_items(items, sum(map(len, bodies)))
 
-    def _on_unreadable(self, bodies: list[bytes | bytearray]) -> None:
+    def _on_unreadable(self, bodies: list[bytes | memoryview]) -> None:
         """Those before the one that cannot be read still count."""
         for body in bodies:
             try:
@@ -284,7 +288,7 @@ class _WorkerConnection(DuplexConnection):
     side: ClientSide
 
     def __init__(self, link: _Link) -> None:
-        self.side = ClientSide(Hello())
+        self.side = ClientSide(Hello(), link.memory)
         super().__init__(link.loop, link.config, self.side)
         self.greeted: asyncio.Future[None] = link.loop.create_future()
         self._link = link
@@ -313,13 +317,14 @@ class _WorkerConnection(DuplexConnection):
             body = encode_for(record, request.value, body, CallError)
         assert self.side.peer is not None
         limit = self._config.max_message_bytes
-        payload = encode_request(
-            head_of(path, record.codec, request), body or b"", limit
-        )
+        body_bytes = len(body or b"")
+        head = head_of(path, record.codec, request)
+        front = encode_request_front(head, body_bytes, limit)
+        size = len(front) + body_bytes
         limit_there = self.side.peer.max_message_bytes or limit
-        if len(payload) > limit_there:
-            raise too_large_there(too_large_text(len(payload), limit_there))
-        call = _Call(self, record, events, payload, streamed=body is None)
+        if size > limit_there:
+            raise too_large_there(too_large_text(size, limit_there))
+        call = _Call(self, record, events, front, body)
         limit_at = self._loop.time() + self._config.request_timeout_s
         self._unacknowledged[call] = limit_at
         if self._timer is None:
@@ -485,6 +490,7 @@ class _Link:
     def __init__(self, lane: DuplexClientLane, address: TcpAddress) -> None:
         self.loop = lane.loop
         self.config = lane.config
+        self.memory = lane.memory
         self.authority = address.authority
         self._lane = lane
         self._host = address.host
@@ -673,6 +679,7 @@ class DuplexClientLane:
         self.loop = loop
         self.config = config
         self.connecting = asyncio.Semaphore(config.global_connect_limit)
+        self.memory = SpareMemory(loop)
         self._links: dict[tuple[str, int], _Link] = {}
         # By the addresses in records, which take time to read.
         self._routes: dict[str, tuple[TcpAddress, _Link]] = {}

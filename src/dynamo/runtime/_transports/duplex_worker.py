@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from dynamo.runtime._wire.duplex import Event, Stream
     from dynamo.runtime._wire.duplex_frames import RequestHead
     from dynamo.runtime._wire.faults import ErrorObject
+    from dynamo.runtime._wire.framing import Memory
     from dynamo.runtime._wire.propagation import TraceContext
 
 NO_HEADERS: Mapping[str, str] = {}
@@ -72,6 +73,10 @@ class CallTaker(Protocol):
 
 class DuplexServer(Protocol):
     """What a connection needs of the port that it came in on."""
+
+    @property
+    def memory(self) -> Memory:
+        """Where large messages are put together."""
 
     def taker(self, path: str) -> CallTaker | None:
         """Who serves that path, for a request that has come."""
@@ -268,7 +273,7 @@ class DuplexCall:
 
     # What the connection reports.
 
-    def on_input(self, body: bytes) -> None:
+    def on_input(self, body: bytes | memoryview) -> None:
         if self._input is None:
             return
         try:
@@ -330,7 +335,8 @@ class DuplexWorkerConnection(DuplexConnection):
         config: RuntimeConfig,
         server: DuplexServer,
     ) -> None:
-        self.side = WorkerSide(Hello(max_message_bytes=config.max_message_bytes))
+        hello = Hello(max_message_bytes=config.max_message_bytes)
+        self.side = WorkerSide(hello, server.memory)
         super().__init__(loop, config, self.side)
         self._server = server
         self._new: list[DuplexCall] = []
@@ -386,7 +392,7 @@ class DuplexWorkerConnection(DuplexConnection):
             refusal = Refusal(OVERLOADED, rejection.text, pause_ms)
         self.side.refuse(stream, refusal)
 
-    def _tell(self, kind: int, call: DuplexCall, payload: bytes) -> None:
+    def _tell(self, kind: int, call: DuplexCall, payload: bytes | memoryview) -> None:
         if kind == INPUT:
             call.on_input(payload)
         elif kind == INPUT_END:

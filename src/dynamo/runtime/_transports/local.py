@@ -28,7 +28,7 @@ from dynamo.runtime._wire.duplex_frames import (
     decode_handler_refusal,
     encode_error,
     encode_handler_refusal,
-    request_size,
+    encode_request_front,
 )
 from dynamo.runtime._wire.faults import (
     error_of_unreadable,
@@ -138,7 +138,9 @@ class LocalLane:
         if body is not None:
             body = encode_for(record, request.value, body, CallError)
         head = head_of(callable_address(record).path, record.codec, request)
-        size = request_size(head, len(body or b""), self._config.max_message_bytes)
+        body_bytes = len(body or b"")
+        front = encode_request_front(head, body_bytes, self._config.max_message_bytes)
+        size = len(front) + body_bytes
         limit_there = server.config.max_message_bytes
         if size > limit_there:
             raise too_large_there(too_large_text(size, limit_there))

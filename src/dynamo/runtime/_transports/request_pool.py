@@ -53,11 +53,11 @@ class RequestConnection(Connection):
     def idle(self) -> bool:
         return not self._awaited
 
-    def submit(self, frame: bytes, on_ack: OnAck) -> None:
+    def submit(self, frame: tuple[bytes, ...], on_ack: OnAck) -> None:
         """Send a request; ``on_ack`` gets its ack, or the error that replaced it."""
         timeout_s = self._pool.config.request_timeout_s
         self._awaited.append((self._loop.time() + timeout_s, on_ack))
-        self.send(frame)
+        self.send_pieces(frame)
         if self._timer is None:
             self._timer = Limit(self._loop, timeout_s, self._expire)
 

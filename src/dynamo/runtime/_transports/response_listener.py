@@ -17,6 +17,7 @@ from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import (
     Connection,
     Limit,
+    SpareMemory,
     listen,
     stop_accepting,
 )
@@ -71,9 +72,9 @@ class HomeConnection(Connection):
     """A connection that a worker opened to our listener."""
 
     def __init__(self, listener: ResponseListener) -> None:
-        super().__init__(listener.loop)
+        self._reader = TwoPartReader(memory=listener.memory)
+        super().__init__(listener.loop, self._reader)
         self._listener = listener
-        self._reader = TwoPartReader()
         self._call: Expected | None = None
         self._strange_bytes = 0
         self._handshake_timer: Limit | None = None
@@ -104,14 +105,21 @@ class HomeConnection(Connection):
 
     @override
     def received(self, data: bytes) -> None:
-        for frame in self._reader.feed(data):
+        self._arrived(self._reader.feed(data), len(data))
+
+    @override
+    def received_directly(self, size: int) -> None:
+        self._arrived(self._reader.filled(size), size)
+
+    def _arrived(self, frames: list[TwoPart], size: int) -> None:
+        for frame in frames:
             if self._call is not None:
                 self._call.receive(frame)
             elif not self._handshake(frame):
                 return
         self._reader.check()
         if self._call is None:
-            self._strange_bytes += len(data)
+            self._strange_bytes += size
             if self._strange_bytes > _MAX_HANDSHAKE_BYTES:
                 raise RemoteProtocolError(
                     f"no handshake in the first {self._strange_bytes} bytes"
@@ -147,6 +155,7 @@ class ResponseListener:
         self.loop = loop
         self.address = ""
         self.connections: set[HomeConnection] = set()
+        self.memory = SpareMemory(loop)
         self._config = config
         self._waiting: dict[str, Expected] = {}
         self._server: Listening | None = None

@@ -17,6 +17,7 @@ from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import (
     Connection,
     Limit,
+    SpareMemory,
     let_go,
     listen,
     stop_accepting,
@@ -64,6 +65,7 @@ class RequestServer:
     def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
         self.loop = loop
         self.config = config
+        self.memory = SpareMemory(loop)
         self._served: dict[str, Taker] = {}
         self._server: Listening | None = None
         self._port = 0
@@ -258,9 +260,11 @@ class _RequestConnection(Connection):
     """One client's connection to the request port."""
 
     def __init__(self, server: RequestServer) -> None:
-        super().__init__(server.loop)
+        self._reader = RequestReader(
+            server.config.max_message_bytes, memory=server.memory
+        )
+        super().__init__(server.loop, self._reader)
         self._owner = server
-        self._reader = RequestReader(server.config.max_message_bytes)
         self._received_bytes = 0
         # What came before it was clear which lane this is; None once it is.
         self._head: bytes | None = b""
@@ -276,8 +280,16 @@ class _RequestConnection(Connection):
             data = self._head + data
             if not self._is_callhome(data):
                 return
-        self._received_bytes += len(data)
-        events = self._reader.feed(data)
+        self._arrived(self._reader.feed(data), len(data))
+
+    @override
+    def received_directly(self, size: int) -> None:
+        self._arrived(self._reader.filled(size), size)
+
+    def _arrived(
+        self, events: list[RequestReceived | RequestTooLarge], size: int
+    ) -> None:
+        self._received_bytes += size
         if events:
             self._stop_watching()
         for event in events:

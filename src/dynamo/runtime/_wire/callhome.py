@@ -20,13 +20,13 @@ from dynamo.runtime._wire.faults import (
     is_of_known_form,
     settled,
 )
-from dynamo.runtime._wire.framing import FrameReader
+from dynamo.runtime._wire.framing import FrameReader, Memory
 from dynamo.runtime._wire.payload import UNREADABLE, AnnotatedItem, decode_value
 from dynamo.runtime._wire.two_part import (
     TwoPart,
     decode_two_part,
     encode_two_part,
-    encode_two_part_around,
+    two_part_prefix,
 )
 from dynamo.runtime.errors import MessageTooLarge, RemoteProtocolError
 
@@ -62,12 +62,12 @@ class RequestReceived(msgspec.Struct, gc=False):
     Attributes:
         path: The endpoint path, or None if it is not UTF-8.
         headers: Empty when they are not a JSON object of strings.
-        payload: A two-part message for `decode_request_payload`.
+        payload: A two-part message for `decode_request_payload`; a view if it is large.
     """
 
     path: str | None
     headers: dict[str, str]
-    payload: bytes
+    payload: bytes | memoryview
 
 
 class RequestTooLarge(msgspec.Struct, gc=False):
@@ -82,18 +82,21 @@ class RequestReader(FrameReader[RequestReceived | RequestTooLarge]):
 
     Args:
         max_message_bytes: Limit of a whole frame with all its fields.
+        memory: As for every `FrameReader`.
     """
 
     __slots__ = ("_max_message_bytes", "_over")
 
-    def __init__(self, max_message_bytes: int) -> None:
-        super().__init__()
+    def __init__(self, max_message_bytes: int, *, memory: Memory | None = None) -> None:
+        super().__init__(memory)
         self._max_message_bytes = max_message_bytes
         self._over = False
 
     @override
     def _cut(
-        self, data: bytes, events: list[RequestReceived | RequestTooLarge]
+        self,
+        data: bytes | memoryview,
+        events: list[RequestReceived | RequestTooLarge],
     ) -> tuple[int, int]:
         at = 0
         size = len(data)
@@ -121,14 +124,14 @@ class RequestReader(FrameReader[RequestReceived | RequestTooLarge]):
         return size, 0
 
 
-def _utf8_or_none(raw: bytes) -> str | None:
+def _utf8_or_none(raw: bytes | memoryview) -> str | None:
     try:
-        return raw.decode()
+        return str(raw, "utf-8")
     except UnicodeDecodeError:
         return None
 
 
-def _read_headers(raw: bytes) -> dict[str, str]:
+def _read_headers(raw: bytes | memoryview) -> dict[str, str]:
     """As tolerant as the genuine worker: rubbish is no reason to refuse a request."""
     try:
         return _decode_headers(raw)
@@ -137,9 +140,25 @@ def _read_headers(raw: bytes) -> dict[str, str]:
 
 
 def encode_request_frame(
-    path: str, headers: Mapping[str, str], payload: bytes, *, max_message_bytes: int
+    path: str,
+    headers: Mapping[str, str],
+    payload: bytes | memoryview,
+    *,
+    max_message_bytes: int,
 ) -> bytes:
     """One request as the client sends it.
+
+    Raises:
+        MessageTooLarge: path, headers or the whole frame are over their limit.
+    """
+    front = encode_request_front(path, headers, len(payload), max_message_bytes)
+    return front + payload
+
+
+def encode_request_front(
+    path: str, headers: Mapping[str, str], payload_bytes: int, max_message_bytes: int
+) -> bytes:
+    """The frame of a request up to its payload of that length.
 
     Raises:
         MessageTooLarge: path, headers or the whole frame are over their limit.
@@ -148,7 +167,7 @@ def encode_request_frame(
     raw_headers = _encode_json(dict(headers))
     check_headers(len(raw_path), "a path")
     check_headers(len(raw_headers))
-    size = 8 + len(raw_path) + len(raw_headers) + len(payload)
+    size = 8 + len(raw_path) + len(raw_headers) + payload_bytes
     check_message(size, max_message_bytes)
     return b"".join(
         (
@@ -156,8 +175,7 @@ def encode_request_frame(
             raw_path,
             _U16.pack(len(raw_headers)),
             raw_headers,
-            _U32.pack(len(payload)),
-            payload,
+            _U32.pack(payload_bytes),
         )
     )
 
@@ -245,7 +263,9 @@ class AckReader(FrameReader[AckReceived]):
     __slots__ = ()
 
     @override
-    def _cut(self, data: bytes, events: list[AckReceived]) -> tuple[int, int]:
+    def _cut(
+        self, data: bytes | memoryview, events: list[AckReceived]
+    ) -> tuple[int, int]:
         self._refuse_if_broken()
         at = 0
         size = len(data)
@@ -259,7 +279,7 @@ class AckReader(FrameReader[AckReceived]):
                 return at, 4 + length
             text_at = at + 4
             at = text_at + length
-            events.append(AckReceived(data[text_at:at].decode("utf-8", "replace")))
+            events.append(AckReceived(str(data[text_at:at], "utf-8", "replace")))
         return at, 4
 
 
@@ -333,8 +353,20 @@ _decode_way_back = msgspec.json.Decoder(_WayBack).decode
 _decode_connection = msgspec.json.Decoder(ConnectionInfo).decode
 
 
-def encode_request_payload(control: ControlHeader, body: bytes | None) -> bytes:
+def encode_request_payload(
+    control: ControlHeader, body: bytes | memoryview | None
+) -> bytes:
     """The two-part message of a request; None sends the control header only.
+
+    Raises:
+        MessageTooLarge: id and metadata make the control header too long.
+    """
+    value = body or b""
+    return encode_payload_front(control, len(value)) + value
+
+
+def encode_payload_front(control: ControlHeader, body_bytes: int) -> bytes:
+    """That message up to its body of that length.
 
     Raises:
         MessageTooLarge: id and metadata make the control header too long.
@@ -352,14 +384,16 @@ def encode_request_payload(control: ControlHeader, body: bytes | None) -> bytes:
         members["request_stream_connection_info"] = _carried(control.request_stream)
     header = _encode_json(members)
     check_control(len(header))
-    return encode_two_part(header, body or b"")
+    return two_part_prefix(len(header), body_bytes) + header
 
 
 def _carried(connection: ConnectionInfo) -> _Carrier:
     return _Carrier(_TRANSPORT, _encode_json(connection).decode())
 
 
-def decode_request_payload(payload: bytes) -> tuple[ControlHeader, bytes | None]:
+def decode_request_payload(
+    payload: bytes | memoryview,
+) -> tuple[ControlHeader, bytes | memoryview | None]:
     """Control header and body of a request; the body is None when there is none.
 
     Raises:
@@ -385,7 +419,7 @@ def decode_request_payload(payload: bytes) -> tuple[ControlHeader, bytes | None]
     return control, message.body or None
 
 
-def _read_control(header: bytes) -> _WrittenControl:
+def _read_control(header: bytes | memoryview) -> _WrittenControl:
     try:
         return _decode_control_header(header)
     except UNREADABLE as error:
@@ -394,7 +428,7 @@ def _read_control(header: bytes) -> _WrittenControl:
         ) from error
 
 
-def _way_back(header: bytes) -> ControlHeader | None:
+def _way_back(header: bytes | memoryview) -> ControlHeader | None:
     """A control header that is good for an error answer and nothing else."""
     try:
         response = _read_connection(_decode_way_back(header).connection_info)
@@ -485,11 +519,14 @@ def encode_prologue(
 
 def encode_item_frame(annotated: bytes, codec: str) -> bytes:
     """A frame around an envelope of `encode_annotated`, glued and not encoded again."""
-    if codec == "json":
-        return encode_two_part_around(
-            b'{"data":', annotated, b',"complete_final":false}'
-        )
-    return encode_two_part_around(b"\x82\xa4data", annotated, b"\xaecomplete_final\xc2")
+    return b"".join(item_frame_pieces(annotated, codec))
+
+
+def item_frame_pieces(annotated: bytes, codec: str) -> tuple[bytes, bytes, bytes]:
+    """What the frame is glued from; a large envelope is sent without a copy."""
+    head, tail = _AROUND_JSON if codec == "json" else _AROUND_MSGPACK
+    size = len(head) + len(annotated) + len(tail)
+    return two_part_prefix(0, size) + head, annotated, tail
 
 
 def encode_final_frame(codec: str) -> bytes:
@@ -497,6 +534,8 @@ def encode_final_frame(codec: str) -> bytes:
     return _FINAL_JSON if codec == "json" else _FINAL_MSGPACK
 
 
+_AROUND_JSON = b'{"data":', b',"complete_final":false}'
+_AROUND_MSGPACK = b"\x82\xa4data", b"\xaecomplete_final\xc2"
 _FINAL_JSON = encode_two_part(body=b'{"complete_final":true}')
 _FINAL_MSGPACK = encode_two_part(body=b"\x81\xaecomplete_final\xc3")
 
@@ -642,7 +681,7 @@ class ResponseReceiver:
         self._state = _State.ITEMS if event.error is None else _State.OVER
         return event
 
-    def _receive_item(self, raw: bytes) -> ResponseEvent:
+    def _receive_item(self, raw: bytes | memoryview) -> ResponseEvent:
         try:
             body = self._decode(raw)
         except UNREADABLE as error:
@@ -671,7 +710,7 @@ class ResponseReceiver:
                 return self.receive_eof()
             return None
         self._state = _State.OVER
-        shown = frame.header[:80].decode("utf-8", "replace")
+        shown = str(frame.header[:80], "utf-8", "replace")
         extra = f" with {len(frame.body)} bytes of data" if frame.body else ""
         return ProtocolViolated(f"unexpected header {shown!r}{extra} in a stream")
 
@@ -780,4 +819,9 @@ class RequestStreamReceiver:
 
 def encode_input_frame(value_bytes: bytes) -> bytes:
     """One value of the input, as `encode_value` made it."""
-    return encode_two_part(body=value_bytes)
+    return b"".join(input_frame_pieces(value_bytes))
+
+
+def input_frame_pieces(value_bytes: bytes) -> tuple[bytes, bytes]:
+    """What the frame is glued from; a large value is sent without a copy."""
+    return two_part_prefix(0, len(value_bytes)), value_bytes

@@ -67,7 +67,7 @@ from dynamo.runtime._wire.duplex_frames import (
     pack_header,
     unpack_header,
 )
-from dynamo.runtime._wire.framing import FrameReader
+from dynamo.runtime._wire.framing import Assembly, FrameReader, Memory
 from dynamo.runtime.errors import RemoteProtocolError
 
 # No stream is opened beyond this id: what waits for credit still needs some.
@@ -77,11 +77,12 @@ STARTED, WRITABLE = 0x100, 0x101
 
 _FINAL_MESSAGES = frozenset((ITEM_END, ERROR, HANDLER_REFUSED))
 _MAX_PING_BYTES = 8
-# Room for a message in parts: all of it if that is not so much, else at first this much,
-# and so many times more whenever it is full.
-_FIRST_ROOM_BYTES = 1024 * 1024
-_GROWTH = 4
-_ALL_ROOM_SHARE = 8
+# While messages come in parts, their senders may together be so far ahead of what has
+# arrived; each of them at least by the credit of a stream.
+_WINDOW_BYTES = 1024 * 1024
+# In front of the bytes of a PART; and with the header of the frame.
+_PART_HEAD_BYTES = 4
+_NEXT_BYTES = HEADER_BYTES + _PART_HEAD_BYTES
 
 # States of a stream: of the client's side, then of the worker's.
 _NEW, _SENT, _WAITING, _STARTED, _OPENING, _OPEN = range(6)
@@ -94,29 +95,26 @@ class Stream:
         id: 0 until the first frame of it went out.
         owner: Whatever the owner of the connection keeps with it.
         items: What the latest event `ITEM` carries, until whoever handles it takes them.
-        queue: What waits for credit, in order: type, what is left of it, its length.
+        queue: What waits for credit, in order: type, what is left of it, its length,
+            and what stands in front of what is left.
         withheld: Credit is not given back: its reader is behind.
         credit: Bytes that may be sent.
         room: Bytes that the peer may still send.
-        buffer: What is there of a message that comes in parts, or room for it.
-        filled: How many bytes of it are there.
-        total: How many there will be.
+        parts: What is there of a message that comes in parts.
         last_header: The very object that stands in front of the latest message.
     """
 
     __slots__ = (
-        "buffer",
         "credit",
-        "filled",
         "id",
         "input_open",
         "items",
         "last_header",
         "owner",
+        "parts",
         "queue",
         "room",
         "state",
-        "total",
         "withheld",
     )
 
@@ -130,9 +128,7 @@ class Stream:
         self.state = state
         self.credit = credit
         self.room = room
-        self.buffer: bytearray | None = None
-        self.filled = 0
-        self.total = 0
+        self.parts: Assembly | None = None
         self.input_open = False
         self.last_header: bytes | None = None
 
@@ -146,23 +142,30 @@ class _Side(FrameReader[Event]):
 
     Args:
         ours: What this side says in its HELLO.
+        memory: As for every `FrameReader`.
     """
 
     # Messages of this type, on a stream in the state STARTED, are plain events.
     _plain = 0
 
-    def __init__(self, ours: Hello) -> None:
-        super().__init__()
+    def __init__(self, ours: Hello, memory: Memory | None = None) -> None:
+        super().__init__(memory)
         self.out: list[bytes] = [PREFACE, encode_frame(HELLO, 0, encode_hello(ours))]
+        self.has_parts = False
+        """Parts of large messages are in `out`: set here, cleared by the owner."""
         self.peer: Hello | None = None
         self.streams: dict[int, Stream] = {}
         self.last_id = 0
         self.waiting: dict[Stream, None] = {}
         """The streams with a queue."""
         self._ours = ours
+        # The message that the next bytes belong to.
+        self._message_into: tuple[int, Stream] | None = None
         self._credit = 0
         self._room = ours.connection_credit
-        self._on_control: dict[int, Callable[[int, bytes, list[Event]], None]] = {
+        self._on_control: dict[
+            int, Callable[[int, bytes | memoryview, list[Event]], None]
+        ] = {
             HELLO: self._on_hello,
             PING: self._on_ping,
             PONG: self._on_pong,
@@ -181,7 +184,7 @@ class _Side(FrameReader[Event]):
             or size > CHUNK_BYTES
             or not stream.id
         ):
-            self._send_later(stream, kind, body)
+            self._send_later(stream, kind, body, b"")
             return
         cost = HEADER_BYTES + size
         stream.credit -= cost
@@ -189,13 +192,13 @@ class _Side(FrameReader[Event]):
         header = stream.last_header = pack_header(size, kind, stream.id)
         self.out += (header, body)
 
-    def _send_later(self, stream: Stream, kind: int, body: bytes) -> None:
+    def _send_later(self, stream: Stream, kind: int, body: bytes, front: bytes) -> None:
         if not stream.queue:
             stream.queue = deque()
             self.waiting[stream] = None
         # Without a copy for each part.
         view: Any = memoryview(body) if len(body) > CHUNK_BYTES else body
-        stream.queue.append((kind, view, len(body)))
+        stream.queue.append((kind, view, len(front) + len(body), front))
         self._drain(stream)
 
     def _drain(self, stream: Stream) -> None:
@@ -210,15 +213,17 @@ class _Side(FrameReader[Event]):
     def _send_next(self, stream: Stream) -> None:
         """Send one frame of what waits."""
         queue = stream.queue
-        kind, body, total = queue[0]
+        kind, body, total, front = queue[0]
         if not stream.id:
             self._announce(stream)
-        size = len(body)
+        size = len(front) + len(body)
         if size > CHUNK_BYTES:
-            queue[0] = (kind, body[CHUNK_BYTES:], total)
+            end = CHUNK_BYTES - len(front)
+            queue[0] = (kind, body[end:], total, b"")
             kind, size = PART, PART_BYTES
             header = pack_header(size, PART, stream.id) + encode_number(total)
-            self.out += (header, body[:CHUNK_BYTES])
+            self.out += (header + front, body[:end])
+            self.has_parts = True
         else:
             queue.popleft()
             self.out += (pack_header(size, kind, stream.id), body)
@@ -266,12 +271,16 @@ class _Side(FrameReader[Event]):
 
     def _give_back(self, stream: Stream) -> None:
         full = self._ours.stream_credit
+        if stream.parts is not None:
+            # There is room for all of it: no need to stand still for every credit.
+            share = _WINDOW_BYTES // max(1, len(self.streams))
+            full = max(full, min(stream.parts.missing, share))
         amount = encode_number(full - stream.room)
         stream.room = full
         self.out.append(encode_frame(CREDIT, stream.id, amount))
 
     @override
-    def _cut(self, data: bytes, events: list[Event]) -> tuple[int, int]:
+    def _cut(self, data: bytes | memoryview, events: list[Event]) -> tuple[int, int]:
         self._refuse_if_broken()
         at = self._cut_preface(data)
         if at is None:
@@ -289,14 +298,19 @@ class _Side(FrameReader[Event]):
                 )
             start = at + HEADER_BYTES
             end = start + length
-            if end > size:
-                needed = HEADER_BYTES + length
-                break
+            if kind == PART or end > size:
+                more = self._put(data, start, length, kind, number)
+                if end > size:
+                    at, needed = (at, more) if more else (size, HEADER_BYTES + length)
+                    break
+                if not more:
+                    at = end
+                    continue
             at = end
             if kind >= HELLO:
                 self._control(kind, number, data[start:end], events)
                 continue
-            # Inline for speed: this is the path of every item.
+            # As in `_count`, inline for speed: this is the path of every item.
             cost = HEADER_BYTES + length
             counted += cost
             stream = streams.get(number) or self._unknown(number, kind)
@@ -305,24 +319,27 @@ class _Side(FrameReader[Event]):
             room = stream.room = stream.room - cost
             if 2 * room <= full:
                 self._room_is_low(stream, cost)
-            if kind == self._plain and stream.state == _STARTED and not stream.total:
+            if kind == self._plain and stream.state == _STARTED and not stream.parts:
                 if stream.items is None:
                     stream.items = [data[start:end]]
                     events.append((ITEM, stream, stream.items))
                 else:
                     stream.items.append(data[start:end])
-            elif kind == PART or stream.total:
-                self._add(kind, stream, memoryview(data)[start:end], events)
             else:
-                self._message(kind, stream, data[start:end], events)
-        self._room -= counted
-        if 2 * self._room <= self._ours.connection_credit:
-            self._give_all_back()
+                body = self._whole(stream, data[start:end])
+                self._message(kind, stream, body, events)
+        self._count_all(counted)
         return at, needed
 
-    def _cut_preface(self, data: bytes) -> int | None:
+    def _cut_preface(self, data: bytes | memoryview) -> int | None:
         """Where the frames begin; None if that is not known yet."""
         return 0
+
+    def _count_all(self, cost: int) -> None:
+        """Message frames take from the connection's credit."""
+        self._room -= cost
+        if 2 * self._room <= self._ours.connection_credit:
+            self._give_all_back()
 
     def _give_all_back(self) -> None:
         full = self._ours.connection_credit
@@ -338,59 +355,110 @@ class _Side(FrameReader[Event]):
         if not 0 < number <= self.last_id:
             raise RemoteProtocolError(f"a frame of stream {number}, which is not open")
 
-    def _add(
-        self, kind: int, stream: Stream, body: memoryview, events: list[Event]
-    ) -> None:
-        """A frame of a message in parts."""
-        if kind == PART:
-            self._add_part(stream, body)
-        else:
-            self._message(kind, stream, self._whole(stream, body), events)
+    def _put(
+        self, data: bytes | memoryview, start: int, length: int, kind: int, number: int
+    ) -> int:
+        """Put a PART, or a last frame that is not complete, where its message is.
 
-    def _add_part(self, stream: Stream, part: memoryview) -> None:
-        if len(part) != PART_BYTES:
-            raise RemoteProtocolError(f"a PART of {len(part)} bytes")
-        total = decode_number(part[:4], "PART")
-        if not stream.total:
-            stream.total = total
-            stream.buffer = bytearray(_room_for(total, _FIRST_ROOM_BYTES))
-        if total != stream.total or stream.filled + CHUNK_BYTES >= total:
-            raise RemoteProtocolError(f"a PART that does not fit into {total} bytes")
-        self._fill(stream, part[4:])
+        What has come of it is there then, and what is missing will be read to there.
 
-    def _fill(self, stream: Stream, data: bytes | memoryview) -> None:
-        """Copy into the buffer, which never gets far ahead of what has come.
-
-        One piece of memory for one message: its parts would leave holes in the heap that
-        no later message fits in.
+        Returns:
+            0, or if nothing was done, how much of the frame another look needs.
         """
-        assert stream.buffer is not None
-        end = stream.filled + len(data)
-        if end > len(stream.buffer):
-            room = _room_for(stream.total, _GROWTH * len(stream.buffer))
-            larger = bytearray(room)
-            larger[: stream.filled] = memoryview(stream.buffer)[: stream.filled]
-            stream.buffer = larger
-        stream.buffer[stream.filled : end] = data
-        stream.filled = end
+        body = memoryview(data)[start : start + length]
+        stream = self.streams.get(number)
+        whole = HEADER_BYTES + length
+        if kind == PART:
+            if length != PART_BYTES:
+                raise RemoteProtocolError(f"a PART of {length} bytes")
+            if len(body) < _PART_HEAD_BYTES:
+                return _NEXT_BYTES
+            stream = stream or self._unknown(number, kind)
+            if stream is None:
+                return whole
+            self._make_room(stream, decode_number(body[:_PART_HEAD_BYTES], "PART"))
+            body = body[_PART_HEAD_BYTES:]
+        elif stream is None or not _is_last_part(stream, kind, length):
+            return whole
+        self._count(stream, whole)
+        self._add(stream, kind, body, start + length - len(data))
+        return 0
 
-    def _whole(self, stream: Stream, last: memoryview) -> bytearray:
-        if stream.filled + len(last) != stream.total:
-            raise RemoteProtocolError(f"a message of not {stream.total} bytes")
-        self._fill(stream, last)
-        whole, stream.buffer = stream.buffer, None
-        stream.filled = stream.total = 0
-        assert whole is not None
-        return whole
+    def _make_room(self, stream: Stream, total: int) -> None:
+        """For the next PART of a message of that length."""
+        if stream.parts is None:
+            stream.parts = Assembly(self._memory, total)
+        parts = stream.parts
+        if total != parts.total or parts.missing <= CHUNK_BYTES:
+            raise RemoteProtocolError(f"a PART that does not fit into {total} bytes")
+
+    def _add(self, stream: Stream, kind: int, body: memoryview, rest: int) -> None:
+        assert stream.parts is not None
+        stream.parts.add(body)
+        if rest > 0:
+            self._message_into = kind, stream
+            self._read_into(stream.parts, rest)
+
+    def _count(self, stream: Stream, cost: int) -> None:
+        """A message frame takes from the credit that was given."""
+        self._count_all(cost)
+        stream.room -= cost
+        if 2 * stream.room <= self._ours.stream_credit:
+            self._room_is_low(stream, cost)
+
+    @override
+    def space(self) -> memoryview:
+        into = self._into
+        if into is None or self._message_into is None:
+            return super().space()
+        kind, _ = self._message_into
+        # With the next header, so that nobody has to look for it in between.
+        ahead = _NEXT_BYTES if kind == PART else 0
+        return into.space(self._rest_bytes + ahead)
+
+    @override
+    def _complete(self, into: Assembly, events: list[Event]) -> None:
+        message, self._message_into = self._message_into, None
+        if message is None:
+            super()._complete(into, events)
+            return
+        kind, stream = message
+        if kind == PART:
+            self.direct = True
+            return
+        stream.parts = None
+        whole = into.whole()
+        if self.streams.get(stream.id) is stream:
+            self._handle_last(kind, stream, whole, events)
+
+    def _handle_last(
+        self, kind: int, stream: Stream, whole: memoryview, events: list[Event]
+    ) -> None:
+        try:
+            self._message(kind, stream, whole, events)
+        except RemoteProtocolError as error:
+            self._broken = True
+            if not events:
+                raise
+            self._error = error
+
+    def _whole(self, stream: Stream, last: bytes | memoryview) -> bytes | memoryview:
+        parts, stream.parts = stream.parts, None
+        if parts is None:
+            return last
+        if len(last) != parts.missing:
+            raise RemoteProtocolError(f"a message of not {parts.total} bytes")
+        parts.add(last)
+        return parts.whole()
 
     @abstractmethod
     def _message(
-        self, kind: int, stream: Stream, body: bytes | bytearray, events: list[Event]
+        self, kind: int, stream: Stream, body: bytes | memoryview, events: list[Event]
     ) -> None:
         """A whole message of an open stream."""
 
     def _control(
-        self, kind: int, number: int, payload: bytes, events: list[Event]
+        self, kind: int, number: int, payload: bytes | memoryview, events: list[Event]
     ) -> None:
         if self.peer is None and kind != HELLO:
             raise RemoteProtocolError(f"a frame of type {kind:#04x} before HELLO")
@@ -400,7 +468,9 @@ class _Side(FrameReader[Event]):
         elif kind < FIRST_TO_IGNORE:
             raise RemoteProtocolError(f"a frame of type {kind:#04x} is not expected")
 
-    def _on_hello(self, number: int, payload: bytes, events: list[Event]) -> None:
+    def _on_hello(
+        self, number: int, payload: bytes | memoryview, events: list[Event]
+    ) -> None:
         if self.peer is not None or number != 0:
             raise RemoteProtocolError("HELLO in a wrong place")
         peer = decode_hello(payload)
@@ -414,15 +484,21 @@ class _Side(FrameReader[Event]):
         self._credit = peer.connection_credit
         events.append((HELLO, None, peer))
 
-    def _on_ping(self, number: int, payload: bytes, events: list[Event]) -> None:
+    def _on_ping(
+        self, number: int, payload: bytes | memoryview, events: list[Event]
+    ) -> None:
         if number != 0 or len(payload) > _MAX_PING_BYTES:
             raise RemoteProtocolError("a PING with a stream or too much in it")
         self.out.append(encode_frame(PONG, 0, payload))
 
-    def _on_pong(self, number: int, payload: bytes, events: list[Event]) -> None:
+    def _on_pong(
+        self, number: int, payload: bytes | memoryview, events: list[Event]
+    ) -> None:
         """That something arrived is all there is to it."""
 
-    def _on_credit(self, number: int, payload: bytes, events: list[Event]) -> None:
+    def _on_credit(
+        self, number: int, payload: bytes | memoryview, events: list[Event]
+    ) -> None:
         amount = decode_number(payload, "CREDIT")
         if number == 0:
             self._credit = _more(self._credit, amount)
@@ -459,7 +535,9 @@ class _Side(FrameReader[Event]):
         """Ask for a sign of life."""
         self.out.append(encode_frame(PING, 0))
 
-    def _open_stream(self, number: int, payload: bytes, what: str) -> Stream | None:
+    def _open_stream(
+        self, number: int, payload: bytes | memoryview, what: str
+    ) -> Stream | None:
         """The stream of a frame without payload; None if it is gone."""
         if payload:
             raise RemoteProtocolError(f"{what} with a payload")
@@ -469,9 +547,9 @@ class _Side(FrameReader[Event]):
         return stream
 
 
-def _room_for(total: int, room: int) -> int:
-    """A last step must not be a small one: it would leave a hole of the whole size."""
-    return total if _ALL_ROOM_SHARE * room >= total else room
+def _is_last_part(stream: Stream, kind: int, length: int) -> bool:
+    parts = stream.parts
+    return parts is not None and kind < HELLO and length == parts.missing
 
 
 def _more(credit: int, amount: int) -> int:
@@ -495,8 +573,8 @@ class ClientSide(_Side):
 
     _plain = ITEM
 
-    def __init__(self, ours: Hello) -> None:
-        super().__init__(ours)
+    def __init__(self, ours: Hello, memory: Memory | None = None) -> None:
+        super().__init__(ours, memory)
         self.going_away = False
         self._greeted = False
         self._on_control |= {
@@ -514,13 +592,16 @@ class ClientSide(_Side):
         ready = self.peer is not None and not self.going_away
         return ready and self.last_id < LAST_ID_TO_OPEN
 
-    def open(self, payload: bytes) -> Stream:
-        """Begin a call with what `encode_request` made."""
+    def open(self, front: bytes, value: bytes) -> Stream:
+        """Begin a call with what `encode_request_front` made, and the value."""
         assert self.peer is not None
         stream = Stream(self.peer.stream_credit, self._ours.stream_credit, _NEW)
         if self._credit > 0:
             self._announce(stream)
-        self.send(stream, REQUEST, payload)
+        if len(value) > CHUNK_BYTES >= len(front):
+            self._send_later(stream, REQUEST, value, front)
+        else:
+            self.send(stream, REQUEST, front + value)
         return stream
 
     @override
@@ -533,7 +614,7 @@ class ClientSide(_Side):
     def end_input(self, stream: Stream) -> None:
         """No more input; behind what waits."""
         if stream.queue:
-            stream.queue.append((INPUT_END, b"", 0))
+            stream.queue.append((INPUT_END, b"", 0, b""))
         elif stream.id in self.streams:
             self.out.append(pack_header(0, INPUT_END, stream.id))
 
@@ -566,7 +647,7 @@ class ClientSide(_Side):
         return left
 
     @override
-    def _cut_preface(self, data: bytes) -> int | None:
+    def _cut_preface(self, data: bytes | memoryview) -> int | None:
         if self._greeted:
             return 0
         if not PREFACE.startswith(data[: len(PREFACE)]):
@@ -578,7 +659,7 @@ class ClientSide(_Side):
 
     @override
     def _message(
-        self, kind: int, stream: Stream, body: bytes | bytearray, events: list[Event]
+        self, kind: int, stream: Stream, body: bytes | memoryview, events: list[Event]
     ) -> None:
         if kind not in (ITEM, ITEM_END):
             self._other_message(kind, stream, body, events)
@@ -593,7 +674,7 @@ class ClientSide(_Side):
             self._last(END, stream, None, events)
 
     def _other_message(
-        self, kind: int, stream: Stream, body: bytes | bytearray, events: list[Event]
+        self, kind: int, stream: Stream, body: bytes | memoryview, events: list[Event]
     ) -> None:
         if kind == HANDLER_REFUSED:
             self._not_started(stream, "HANDLER_REFUSED")
@@ -619,7 +700,9 @@ class ClientSide(_Side):
         self._forget(stream)
         events.append((kind, stream, payload))
 
-    def _on_queued(self, number: int, payload: bytes, events: list[Event]) -> None:
+    def _on_queued(
+        self, number: int, payload: bytes | memoryview, events: list[Event]
+    ) -> None:
         stream = self._open_stream(number, payload, "QUEUED")
         if stream is None:
             return
@@ -628,31 +711,41 @@ class ClientSide(_Side):
         stream.state = _WAITING
         events.append((QUEUED, stream, None))
 
-    def _on_accept(self, number: int, payload: bytes, events: list[Event]) -> None:
+    def _on_accept(
+        self, number: int, payload: bytes | memoryview, events: list[Event]
+    ) -> None:
         stream = self._open_stream(number, payload, "ACCEPT")
         if stream is not None:
             self._not_started(stream, "ACCEPT")
             self._start(stream, events)
 
-    def _on_end(self, number: int, payload: bytes, events: list[Event]) -> None:
+    def _on_end(
+        self, number: int, payload: bytes | memoryview, events: list[Event]
+    ) -> None:
         stream = self._open_stream(number, payload, "END")
         if stream is not None:
             self._start(stream, events)
             self._last(END, stream, None, events)
 
-    def _on_reset(self, number: int, payload: bytes, events: list[Event]) -> None:
+    def _on_reset(
+        self, number: int, payload: bytes | memoryview, events: list[Event]
+    ) -> None:
         stream = self._open_stream(number, payload, "RESET")
         if stream is not None:
             self._last(RESET, stream, None, events)
 
-    def _on_refused(self, number: int, payload: bytes, events: list[Event]) -> None:
+    def _on_refused(
+        self, number: int, payload: bytes | memoryview, events: list[Event]
+    ) -> None:
         refusal = decode_refusal(payload)
         stream = self._open_stream(number, b"", "REFUSED")
         if stream is not None:
             self._not_started(stream, "REFUSED")
             self._last(REFUSED, stream, refusal, events)
 
-    def _on_goaway(self, number: int, payload: bytes, events: list[Event]) -> None:
+    def _on_goaway(
+        self, number: int, payload: bytes | memoryview, events: list[Event]
+    ) -> None:
         last = decode_number(payload, "GOAWAY")
         if number != 0:
             raise RemoteProtocolError("GOAWAY with a stream")
@@ -675,8 +768,8 @@ class WorkerSide(_Side):
     stream is gone; after STOP it is open until it is ended here.
     """
 
-    def __init__(self, ours: Hello) -> None:
-        super().__init__(ours)
+    def __init__(self, ours: Hello, memory: Memory | None = None) -> None:
+        super().__init__(ours, memory)
         self._going_away = False
         self._on_control |= {
             INPUT_END: self._on_input_end,
@@ -698,8 +791,7 @@ class WorkerSide(_Side):
         """The stream is complete.  The mark rides on the last item if that is still here."""
         if stream.queue:
             # Only items wait here, the last of them perhaps in part.
-            _, body, total = stream.queue[-1]
-            stream.queue[-1] = (ITEM_END, body, total)
+            stream.queue[-1] = (ITEM_END, *stream.queue[-1][1:])
             return
         out = self.out
         # The header and not the body: short bodies may be one and the same object.
@@ -755,10 +847,10 @@ class WorkerSide(_Side):
         return stream
 
     @override
-    def _add_part(self, stream: Stream, part: memoryview) -> None:
-        super()._add_part(stream, part)
+    def _make_room(self, stream: Stream, total: int) -> None:
+        super()._make_room(stream, total)
         if stream.state == _OPENING:
-            self._is_too_large(stream, stream.total)
+            self._is_too_large(stream, total)
 
     def _is_too_large(self, stream: Stream, size: int) -> bool:
         limit = self._ours.max_message_bytes
@@ -769,7 +861,7 @@ class WorkerSide(_Side):
 
     @override
     def _message(
-        self, kind: int, stream: Stream, body: bytes | bytearray, events: list[Event]
+        self, kind: int, stream: Stream, body: bytes | memoryview, events: list[Event]
     ) -> None:
         if kind == REQUEST and stream.state == _OPENING:
             if self._is_too_large(stream, len(body)):
@@ -785,7 +877,9 @@ class WorkerSide(_Side):
                 f"a message of type {kind:#04x} out of place, on stream {stream.id}"
             )
 
-    def _on_input_end(self, number: int, payload: bytes, events: list[Event]) -> None:
+    def _on_input_end(
+        self, number: int, payload: bytes | memoryview, events: list[Event]
+    ) -> None:
         stream = self._open_stream(number, payload, "INPUT_END")
         if stream is None:
             return
@@ -794,7 +888,9 @@ class WorkerSide(_Side):
         stream.input_open = False
         events.append((INPUT_END, stream, None))
 
-    def _on_stop(self, number: int, payload: bytes, events: list[Event]) -> None:
+    def _on_stop(
+        self, number: int, payload: bytes | memoryview, events: list[Event]
+    ) -> None:
         stream = self._open_stream(number, payload, "STOP")
         if stream is None:
             return
@@ -803,7 +899,9 @@ class WorkerSide(_Side):
         else:
             events.append((STOP, stream, None))
 
-    def _on_kill(self, number: int, payload: bytes, events: list[Event]) -> None:
+    def _on_kill(
+        self, number: int, payload: bytes | memoryview, events: list[Event]
+    ) -> None:
         stream = self._open_stream(number, payload, "KILL")
         if stream is None:
             return

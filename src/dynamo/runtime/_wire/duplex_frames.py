@@ -27,7 +27,7 @@ from dynamo.runtime.errors import RemoteProtocolError
 
 PREFACE = b"\xff\xff\xf5dyn\xf51"
 VERSION = 1
-CHUNK_BYTES = 64 * 1024
+CHUNK_BYTES = 256 * 1024
 # A PART: the length of the whole message, and a chunk of it.
 PART_BYTES = 4 + CHUNK_BYTES
 STREAM_CREDIT = 256 * 1024
@@ -101,14 +101,14 @@ _handler_refusal_in = msgspec.msgpack.Decoder(HandlerRefusal).decode
 _error_in = msgspec.msgpack.Decoder(ErrorObject).decode
 
 
-def _read(decode: Callable[[Any], Any], payload: bytes | bytearray, what: str) -> Any:
+def _read(decode: Callable[[Any], Any], payload: bytes | memoryview, what: str) -> Any:
     try:
         return decode(payload)
     except UNREADABLE as error:
         raise RemoteProtocolError(f"unreadable {what}: {error}") from error
 
 
-def decode_hello(payload: bytes) -> Hello:
+def decode_hello(payload: bytes | memoryview) -> Hello:
     """The payload of HELLO.
 
     Raises:
@@ -121,32 +121,21 @@ def decode_hello(payload: bytes) -> Hello:
     return hello
 
 
-def encode_request(head: RequestHead, value: bytes, max_message_bytes: int) -> bytes:
-    """The payload of REQUEST.
+def encode_request_front(
+    head: RequestHead, value_bytes: int, max_message_bytes: int
+) -> bytes:
+    """The payload of REQUEST up to its value of that length.
 
     Raises:
         MessageTooLarge: the head, or all of it, is over its limit.
     """
-    raw_head = _checked_head(head, len(value), max_message_bytes)
-    return b"".join((_U32.pack(len(raw_head)), raw_head, value))
-
-
-def request_size(head: RequestHead, value_bytes: int, max_message_bytes: int) -> int:
-    """The length of the payload that `encode_request` would make.
-
-    Raises:
-        MessageTooLarge: the head, or all of it, is over its limit.
-    """
-    return 4 + len(_checked_head(head, value_bytes, max_message_bytes)) + value_bytes
-
-
-def _checked_head(head: RequestHead, value_bytes: int, max_message_bytes: int) -> bytes:
     if head.trace is not None:
         check_headers(_headers_bytes(head, head.trace))
     raw_head = _encode(head)
     check_control(len(raw_head))
-    check_message(4 + len(raw_head) + value_bytes, max_message_bytes)
-    return raw_head
+    front = _U32.pack(len(raw_head)) + raw_head
+    check_message(len(front) + value_bytes, max_message_bytes)
+    return front
 
 
 def _headers_bytes(
@@ -160,9 +149,9 @@ def _headers_bytes(
 
 
 def decode_request(
-    payload: bytes | bytearray,
+    payload: bytes | memoryview,
 ) -> tuple[RequestHead, bytes | memoryview]:
-    """Head and value of a request; the value of a large one is not copied.
+    """Head and value of a request; the value of a large one is a view.
 
     Raises:
         RemoteProtocolError: the head is unreadable, too long, or has unknown flags.
@@ -180,9 +169,7 @@ def decode_request(
         raise RemoteProtocolError(f"unreadable head of a request: {error}") from error
     if head.flags & ~STREAMED_INPUT:
         raise RemoteProtocolError(f"a request with unknown flags {head.flags:#x}")
-    if len(payload) <= CHUNK_BYTES:
-        return head, bytes(payload[end:])
-    return head, memoryview(payload)[end:]
+    return head, payload[end:]
 
 
 def encode_hello(hello: Hello) -> bytes:
@@ -200,7 +187,7 @@ def encode_error(error: ErrorObject) -> bytes:
     return _encode(error)
 
 
-def decode_error(payload: bytes | bytearray) -> ErrorObject:
+def decode_error(payload: bytes | memoryview) -> ErrorObject:
     """The payload of ERROR.
 
     Raises:
@@ -215,7 +202,7 @@ def encode_handler_refusal(text: str, error: ErrorObject | None) -> bytes:
     return _encode(HandlerRefusal(text, error))
 
 
-def decode_handler_refusal(payload: bytes | bytearray) -> HandlerRefusal:
+def decode_handler_refusal(payload: bytes | memoryview) -> HandlerRefusal:
     """The payload of HANDLER_REFUSED.
 
     Raises:
@@ -225,7 +212,7 @@ def decode_handler_refusal(payload: bytes | bytearray) -> HandlerRefusal:
     return refusal
 
 
-def decode_refusal(payload: bytes) -> Refusal:
+def decode_refusal(payload: bytes | memoryview) -> Refusal:
     """The payload of REFUSED.
 
     Raises:
@@ -251,6 +238,6 @@ def decode_number(payload: bytes | memoryview, what: str) -> int:
     return int(_U32.unpack(payload)[0])
 
 
-def encode_frame(kind: int, stream_id: int, payload: bytes = b"") -> bytes:
+def encode_frame(kind: int, stream_id: int, payload: bytes | memoryview = b"") -> bytes:
     """A frame with its payload."""
     return pack_header(len(payload), kind, stream_id) + payload

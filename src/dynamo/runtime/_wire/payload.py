@@ -79,6 +79,8 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError
 
 _MIN_INT = -(2**63)
 _MAX_INT = 2**64 - 1
+# From here on it pays to look at the value before its bytes.
+_LARGE_BYTES = 4096
 _SCALARS = frozenset((NoneType, bool, int, float, str, bytes))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 # A genuine reader gives up on lists inside lists beyond this.
@@ -108,7 +110,7 @@ def encode_value(value: object, codec: str) -> bytes:
         if codec == "json":
             return _encode_json_value(value)
         encoded = _encode_msgpack(value)
-        if 0xFF in encoded and _may_hold_timestamp(encoded):
+        if 0xFF in encoded and _may_hold_timestamp(encoded, value):
             with contextlib.suppress(
                 TypeError
             ):  # of an Ext, which no genuine peer reads
@@ -129,13 +131,15 @@ def encode_data(codec: str, data: object) -> bytes:
     """
     if codec == "json":
         return encode_annotated(codec, data)
+    # In one go: gluing would copy the value, which may be large, into fresh memory.
+    envelope = {"data": data}
     try:
-        encoded = _encode_msgpack(data)
+        encoded = _encode_msgpack(envelope)
     except RecursionError:
-        encoded = encode_value(data, codec)
-    if 0xFF in encoded:
-        encoded = encode_value(data, codec)
-    return b"\x81\xa4data" + encoded
+        return encode_value(envelope, codec)
+    if 0xFF in encoded and _may_hold_timestamp(encoded, data):
+        return encode_value(envelope, codec)
+    return encoded
 
 
 def decode_value(data: bytes | bytearray | memoryview, codec: str) -> Any:
@@ -168,10 +172,15 @@ def encode_annotated(
     """
     members: dict[str, object] = {}
     if has_data:
-        members["data"] = msgspec.Raw(encode_value(data, codec))
-    rest = {"id": id, "event": event, "comment": comment, "error": error}
-    members.update((name, value) for name, value in rest.items() if value is not None)
-    return _encode_json(members) if codec == "json" else _encode_msgpack(members)
+        is_json = codec == "json"
+        members["data"] = msgspec.Raw(encode_value(data, codec)) if is_json else data
+    if id is not None or event is not None or comment is not None or error is not None:
+        rest = {"id": id, "event": event, "comment": comment, "error": error}
+        members.update((key, value) for key, value in rest.items() if value is not None)
+    if codec == "json":
+        return _encode_json(members)
+    # In one go: gluing would copy the value, which may be large.
+    return encode_value(members, codec)
 
 
 def decode_annotated(data: bytes | bytearray | memoryview, codec: str) -> AnnotatedItem:
@@ -290,15 +299,29 @@ def _to_builtins(value: object) -> Any:
     )
 
 
-def _may_hold_timestamp(encoded: bytes) -> bool:
+def _may_hold_timestamp(encoded: bytes, value: object) -> bool:
     """True if an aware datetime may be inside: msgspec writes those as an extension.
 
-    The three lengths of the extension type -1.  Other values may contain these bytes; they
-    are merely encoded twice.
+    Looks for the three lengths of the extension type -1.  Other values may contain these
+    bytes; unless they plainly cannot be one, they are merely encoded twice.
     """
+    if len(encoded) >= _LARGE_BYTES and _is_plain(value):
+        return False
     return (
         b"\xd7\xff" in encoded or b"\xd6\xff" in encoded or b"\xc7\x0c\xff" in encoded
     )
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it plainly holds no datetime: scalars in dicts, however they are nested."""
+    while isinstance(value, dict):
+        if not _SCALARS.issuperset(map(type, value)):
+            return False
+        inner = [one for one in value.values() if type(one) not in _SCALARS]
+        if len(inner) != 1:
+            return not inner
+        (value,) = inner
+    return type(value) in _SCALARS
 
 
 def _encode_json_value(value: object) -> bytes:

@@ -11,7 +11,7 @@ import struct
 import msgspec
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._wire.framing import FrameReader
+from dynamo.runtime._wire.framing import FrameReader, Memory
 from dynamo.runtime.errors import RemoteProtocolError
 
 _PREFIX = struct.Struct(">QQQ")
@@ -22,24 +22,25 @@ _MAX_ADDRESSABLE_BYTES = 2**40
 
 
 class TwoPart(msgspec.Struct, gc=False):
-    """One message; both parts may be empty."""
+    """One message; both parts may be empty, and are views if it is large."""
 
-    header: bytes
-    body: bytes
+    header: bytes | memoryview
+    body: bytes | memoryview
 
 
-def encode_two_part(header: bytes = b"", body: bytes = b"") -> bytes:
+def encode_two_part(
+    header: bytes | memoryview = b"", body: bytes | memoryview = b""
+) -> bytes:
     """The message as it travels."""
-    return b"".join((_PREFIX.pack(len(header), len(body), 0), header, body))
+    return b"".join((two_part_prefix(len(header), len(body)), header, body))
 
 
-def encode_two_part_around(head: bytes, inner: bytes, tail: bytes) -> bytes:
-    """A message without header whose body is glued from three; copies them only once."""
-    size = len(head) + len(inner) + len(tail)
-    return b"".join((_PREFIX.pack(0, size, 0), head, inner, tail))
+def two_part_prefix(header_bytes: int, body_bytes: int) -> bytes:
+    """What stands in front of header and body of these lengths."""
+    return _PREFIX.pack(header_bytes, body_bytes, 0)
 
 
-def decode_two_part(message: bytes) -> TwoPart:
+def decode_two_part(message: bytes | memoryview) -> TwoPart:
     """A message that is there as a whole; bytes after it are ignored.
 
     Raises:
@@ -66,18 +67,21 @@ class TwoPartReader(FrameReader[TwoPart]):
     Args:
         max_message_bytes: A longer message breaks the protocol, as soon as its lengths
             are there.  None: the genuine runtime has no limit on these connections.
+        memory: As for every `FrameReader`.
     """
 
     __slots__ = ("_max_message_bytes",)
 
-    def __init__(self, max_message_bytes: int | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, max_message_bytes: int | None = None, *, memory: Memory | None = None
+    ) -> None:
+        super().__init__(memory)
         self._max_message_bytes = (
             _MAX_ADDRESSABLE_BYTES if max_message_bytes is None else max_message_bytes
         )
 
     @override
-    def _cut(self, data: bytes, events: list[TwoPart]) -> tuple[int, int]:
+    def _cut(self, data: bytes | memoryview, events: list[TwoPart]) -> tuple[int, int]:
         self._refuse_if_broken()
         at = 0
         size = len(data)
