@@ -8,7 +8,6 @@ Row HG-01.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import itertools
 import json
@@ -162,8 +161,8 @@ class Fleet:
     async def aclose(self) -> None:
         for pid in self.alive:
             os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(BrokenPipeError):
-            self.server.process.stdin.close()  # type: ignore[union-attr]
+        assert self.server.process.stdin is not None
+        self.server.process.stdin.close()
         await self.server.ended()
         await asyncio.wait_for(self._listening, LIMIT_S)
 
