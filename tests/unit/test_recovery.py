@@ -104,8 +104,9 @@ async def test_a_connection_that_does_not_come_to_stand_ends_at_the_limit():
     await world.backend.aclose()
 
 
-async def test_nothing_is_sent_when_nothing_is_left(world: World):
-    error = await failure(world.call(options=whole(0)).start(), CallTimeout)
+@pytest.mark.parametrize("left_s", [0, 0.0005])
+async def test_nothing_is_sent_when_nothing_is_left(world: World, left_s: float):
+    error = await failure(world.call(options=whole(left_s)).start(), CallTimeout)
     assert facts(error) == ("timeout", 0, "choose", None)
     assert error.attempts == 0
     assert world.lane.opened == []
