@@ -199,6 +199,22 @@ async def test_one_direction_can_be_ended_now(way: Way, direction: Any) -> None:
     assert goes_on.events == []
 
 
+@pytest.mark.parametrize("direction", ["up", "down"])
+async def test_what_is_sent_after_that_end_is_lost(way: Way, direction: Any) -> None:
+    complaints: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, complaint: complaints.append(complaint))
+    near, far = await way.pair(keeps_half=True)
+    way.proxy.half_close(direction)
+    sender, ended = (near, far) if direction == "up" else (far, near)
+    await until(lambda: ended.events == ["eof"])
+    sender.transport.write(b"too late")
+    ended.transport.write(b"still here")
+    await until(lambda: sender.data == b"still here")
+    await turns()
+    assert (ended.data, complaints) == (b"", [])
+
+
 async def test_a_stall_holds_all_and_loses_nothing(way: Way) -> None:
     near, far = await way.pair()
     way.proxy.stall()

@@ -258,7 +258,12 @@ async def test_a_broken_stream_is_an_error_after_its_items(world: World):
 
 
 async def test_lost_before_it_started_is_an_error_of_the_call(world: World):
-    world.lane.scripts[1] = lambda opened: opened.events.on_lost("gone")
+    def go_away(opened: Opened) -> None:
+        # Nor can it be connected to, or it might be usable again already.
+        world.lane.failures[1] = ConnectionFailed("Unavailable: gone")
+        opened.events.on_lost("gone")
+
+    world.lane.scripts[1] = go_away
     with pytest.raises(WorkerLost, match="before response stream") as caught:
         await world.stream()
     assert caught.value.instance_id == 1

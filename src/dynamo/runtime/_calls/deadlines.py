@@ -148,8 +148,9 @@ class Limits(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def spent(self) -> bool:
-        """Whether there is no time at all."""
-        return self.timeout_s <= 0 or self.first_item_s <= 0
+        """Whether there is no time at all, or less than a lane can tell its worker."""
+        # Whoever was told of a deadline by a timer may come before it.
+        return self.timeout_s <= _EARLY_S or self.first_item_s <= 0
 
 
 NO_LIMITS = Limits()

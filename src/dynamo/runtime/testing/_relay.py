@@ -344,7 +344,8 @@ class _Side(asyncio.Protocol):
         if self._left is not None:
             data = data[: self._left]
             self._left -= len(data)
-        if data and not transport.is_closing():
+        # What comes after an end that was passed on is lost, as on a real way.
+        if data and not self.end_passed and not transport.is_closing():
             self._note(data)
             transport.write(data)
 
