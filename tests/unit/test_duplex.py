@@ -751,6 +751,73 @@ def test_frame_out_of_place_from_a_client_is_a_connection_error(case: str) -> No
         fed(make().worker, encode_frame(kind, number, payload))
 
 
+# An item of two chunks, whose first one has come.
+LAST = encode_frame(ITEM, 1, bytes(CHUNK_BYTES))
+
+
+def test_a_part_of_a_stream_that_is_gone_is_counted_and_dropped() -> None:
+    pair = opened()
+    (here,) = pair.client.streams.values()
+    pair.client.kill(here)
+    credit = pair.client._room
+    frame = encode_frame(PART, 1, part(2 * CHUNK_BYTES))
+    assert fed(pair.client, frame) == []
+    assert pair.client._room == credit - len(frame)
+
+
+def test_an_item_whose_stream_is_killed_while_it_is_read_directly_is_dropped() -> None:
+    pair = half()
+    (here,) = pair.client.streams.values()
+    assert fed(pair.client, LAST[:100]) == []
+    assert pair.client.direct
+    pair.client.kill(here)
+    assert read(pair.client, LAST[100:] + encode_frame(PING, 0, bytes(8))) == []
+    assert not pair.client.direct
+    assert PONG in [kind for kind, *_ in frames_in(taken(pair.client))]
+
+
+@pytest.mark.parametrize(
+    ("last", "behind"),
+    [
+        (encode_frame(REQUEST, 1, bytes(CHUNK_BYTES)), b""),
+        (encode_frame(PART, 1, part(3 * CHUNK_BYTES)), b"\x7f" * 9),
+    ],
+    ids=["no message of a worker", "no frame behind it"],
+)
+def test_what_is_read_directly_may_break_the_protocol(
+    last: bytes, behind: bytes
+) -> None:
+    pair = opened()
+    chunks = 3 if behind else 2
+    fed(pair.client, encode_frame(PART, 1, part(chunks * CHUNK_BYTES)))
+    assert fed(pair.client, last[:100]) == []
+    assert pair.client.direct
+    with pytest.raises(RemoteProtocolError):
+        read(pair.client, last[100:] + behind)
+    with pytest.raises(RemoteProtocolError):
+        pair.client.feed(LAST)
+
+
+@pytest.mark.parametrize(
+    ("last", "behind", "told"),
+    [
+        (encode_frame(ERROR, 1, b"\xc1" * CHUNK_BYTES), b"", [STARTED]),
+        (LAST, b"\x7f" * 9, [STARTED, ITEM]),
+    ],
+    ids=["an error that is unreadable", "no frame behind an item"],
+)
+def test_what_stands_before_a_mistake_is_told_before_it(
+    last: bytes, behind: bytes, told: list[int]
+) -> None:
+    pair = half()
+    assert fed(pair.client, last[:100]) == []
+    assert pair.client.direct
+    events = pair.client.feed(last[100:] + behind)
+    assert [kind for kind, *_ in events] == told
+    with pytest.raises(RemoteProtocolError):
+        pair.client.check()
+
+
 @pytest.mark.parametrize("kind", [PING, REQUEST, PART, INPUT, 0x90])
 def test_nothing_may_come_before_hello(kind: int) -> None:
     with pytest.raises(RemoteProtocolError):

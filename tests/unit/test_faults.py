@@ -352,3 +352,15 @@ class TestExceptionOfPrologue:
         assert type(error) is errors.HandlerRefused
         assert str(error) == "InvalidRequest: boom"
         assert not inhibiting
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_program_passes_through_the_text_of_an_error(
+    end: type[BaseException],
+) -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise end
+
+    with pytest.raises(end):
+        error_of_exception(Odd())
