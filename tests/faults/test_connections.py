@@ -166,10 +166,14 @@ async def test_calls_go_on_while_instances_come_and_go(scale: float) -> None:
     callings = [asyncio.get_running_loop().create_task(calls()) for _ in range(50)]
     while changes_left:
         passing = make_runtime(store)
-        serving.append(passing.endpoint(PATH).serve_endpoint(count))
-        await until(lambda: len(client.instance_ids()) == 2)
-        (life,) = passing._core._served
-        await until(lambda life=life: life.in_flight)
+        called = asyncio.Event()
+
+        def told(request: int, called: asyncio.Event = called) -> AsyncIterator[int]:
+            called.set()
+            return count(request)
+
+        serving.append(passing.endpoint(PATH).serve_endpoint(told))
+        await within(called.wait())
         await shut_down(passing)
         await until(lambda: len(client.instance_ids()) == 1)
         changes_left -= 1
