@@ -109,7 +109,7 @@ CHECK = [
         tool("basedpyright", "--pythonpath", sys.executable, limit_s=120),
     ),
     CHANGES,
-    tests("unit", "tests/unit", "src", "--doctest-modules", limit_s=120),
+    tests("unit", "tests/unit", "src", "--doctest-modules", "-n", "2", limit_s=120),
 ]
 DIST = [BUILD, tests("packaging", "tests/packaging", limit_s=120)]
 TEST_FOLDERS = {
