@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dynamo.runtime._discovery import DiscoveryBackend
     from dynamo.runtime._transports import Rejection
     from dynamo.runtime._transports.callhome_worker import Replies
-    from dynamo.runtime._transports.duplex_worker import DirectCall
+    from dynamo.runtime._transports.direct_call import DirectCall
     from dynamo.runtime._transports.tcp_server import RequestServer
     from dynamo.runtime._wire.callhome import RequestReceived
 

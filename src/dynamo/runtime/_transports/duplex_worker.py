@@ -6,13 +6,11 @@ Knows nothing of handlers.
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._transports import IncomingCall, IncomingRequest, Rejection
+from dynamo.runtime._transports import Rejection
+from dynamo.runtime._transports.direct_call import CallTaker, DirectCallSide
 from dynamo.runtime._transports.duplex import DuplexConnection
 from dynamo.runtime._wire.callhome import unknown_endpoint_text
 from dynamo.runtime._wire.duplex import WRITABLE, WorkerSide
@@ -33,43 +31,15 @@ from dynamo.runtime._wire.duplex_frames import (
     encode_error,
     encode_handler_refusal,
 )
-from dynamo.runtime._wire.payload import decode_value
-from dynamo.runtime._wire.propagation import (
-    TRACEPARENT,
-    TRACESTATE,
-    X_REQUEST_ID,
-    read_trace,
-)
-from dynamo.runtime.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
     import asyncio
 
     from dynamo.runtime._config import RuntimeConfig
-    from dynamo.runtime._transports import InputEvents, ReplyEvents
-    from dynamo.runtime._transports.callhome_worker import Replies
     from dynamo.runtime._wire.duplex import Event, Stream
     from dynamo.runtime._wire.duplex_frames import RequestHead
     from dynamo.runtime._wire.faults import ErrorObject
     from dynamo.runtime._wire.framing import Memory
-    from dynamo.runtime._wire.propagation import TraceContext
-
-NO_HEADERS: Mapping[str, str] = {}
-
-
-class DirectCall(IncomingCall, Protocol):
-    """A request whose answer needs no connection of its own."""
-
-    replies: Replies | None
-    """Where an answer that is complete and not yet out is known; set by who takes the
-    call."""
-
-
-class CallTaker(Protocol):
-    """Who serves a path."""
-
-    def take_call(self, call: DirectCall) -> Rejection | None:
-        """Take a call, or say why not."""
 
 
 class DuplexServer(Protocol):
@@ -86,27 +56,14 @@ class DuplexServer(Protocol):
         """A connection has gone."""
 
 
-class DuplexCall:
+class DuplexCall(DirectCallSide):
     """One call on a duplex connection.
 
     At once the `IncomingCall`, its `ReplyStream` and its `InputStream`: all three are
     faces of one stream of frames.
     """
 
-    __slots__ = (
-        "_connection",
-        "_events",
-        "_finished",
-        "_gone",
-        "_input",
-        "_request",
-        "_said",
-        "_started",
-        "_stream",
-        "codec",
-        "path",
-        "replies",
-    )
+    __slots__ = ("_connection", "_finished", "_said", "_started", "_stream")
 
     def __init__(
         self,
@@ -115,62 +72,13 @@ class DuplexCall:
         head: RequestHead,
         body: bytes | memoryview,
     ) -> None:
-        # As the endpoint has it: one text for all its calls.
-        self.path = sys.intern(head.path)
-        self.codec = "json" if head.codec == "json" else "msgpack"
-        self.replies: Replies | None = None
+        super().__init__(head, body)
         self._connection = connection
         self._stream = stream
-        # Until it was looked into.
-        self._request: tuple[RequestHead, bytes | memoryview] | None = (head, body)
-        self._events: ReplyEvents | None = None
-        self._input: InputEvents | None = None
         self._started = False
         # Something was said that acknowledges the request.
         self._said = False
         self._finished = False
-        # The caller has stopped the call (False), or has gone (True).
-        self._gone: bool | None = None
-
-    # IncomingCall
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return NO_HEADERS
-
-    def decode(self) -> IncomingRequest:
-        assert self._request is not None
-        (head, body), self._request = self._request, None
-        if head.codec not in ("msgpack", "json"):
-            raise RemoteProtocolError(f"unknown payload codec '{head.codec}'")
-        return IncomingRequest(
-            call_id=head.id,
-            metadata=head.metadata or {},
-            codec=head.codec,
-            body=None if head.streamed else body,
-            trace=trace_of(head),
-            ours=True,
-            deadline=deadline_of(head),
-        )
-
-    def open_now(self, events: ReplyEvents) -> DuplexCall:
-        if not self._tell_if_gone(events):
-            self._events = events
-        return self
-
-    async def open(self, events: ReplyEvents) -> DuplexCall:
-        return self.open_now(events)
-
-    async def open_input(self, events: InputEvents) -> DuplexCall:
-        if not self._tell_if_gone(events):
-            self._input = events
-        return self
-
-    def _tell_if_gone(self, events: ReplyEvents | InputEvents) -> bool:
-        """The request and its end may have come in one read; whether that was all."""
-        if self._gone is not None:
-            events.on_stop(killed=self._gone)
-        return self._gone is True
 
     # ReplyStream
 
@@ -251,8 +159,8 @@ class DuplexCall:
         self._let_go()
         self._connection.touch()
 
+    @override
     def _let_go(self) -> None:
-        """Nothing more is sent or told.  They hold us: no cycle is left behind."""
         self._finished = True
         self._events = self._input = None
         if not self._stream.queue:
@@ -271,39 +179,16 @@ class DuplexCall:
         self._connection.side.release(self._stream)
         self._connection.touch()
 
-    def close(self) -> None:
-        """No more input is wanted; the end of the answer tells the caller."""
-        self._input = None
-
     # What the connection reports.
 
-    def on_input(self, body: bytes | memoryview) -> None:
-        if self._input is None:
-            return
-        try:
-            value = decode_value(body, self.codec)
-        except RemoteProtocolError:
-            # As on the other lane: an unreadable value ends the call.
-            self._input.on_stop(killed=True)
-        else:
-            self._input.on_input(value, len(body))
-
-    def on_input_end(self) -> None:
-        if self._input is not None:
-            self._input.on_input_end()
-
+    @override
     def on_stop(self, *, killed: bool) -> None:
-        self._gone = killed
-        events = self._events or self._input
-        if killed:
-            self._let_go()
-        if events is not None:
-            events.on_stop(killed=killed)
+        super().on_stop(killed=killed)
         self._forget_if_delivered()
 
+    @override
     def on_writable(self) -> None:
-        if self._events is not None:
-            self._events.on_writable()
+        super().on_writable()
         self._forget_if_delivered()
 
     def _forget_if_delivered(self) -> None:
@@ -311,21 +196,6 @@ class DuplexCall:
             self._stream.owner = None
             if self.replies is not None:
                 self.replies.discard(self)
-
-
-def deadline_of(head: RequestHead) -> float | None:
-    """When the time of a request that is read now is over."""
-    if head.remaining_ms is None:
-        return None
-    return time.monotonic() + head.remaining_ms / 1000
-
-
-def trace_of(head: RequestHead) -> TraceContext | None:
-    if head.trace is None:
-        return None
-    names = (TRACEPARENT, TRACESTATE, X_REQUEST_ID)
-    pairs = zip(names, head.trace, strict=True)
-    return read_trace({name: value for name, value in pairs if value is not None})
 
 
 class DuplexWorkerConnection(DuplexConnection):

@@ -8,20 +8,21 @@ Owns the table of the ports of this process.  Knows nothing of choosing and of h
 from __future__ import annotations
 
 import contextvars
+import functools
 import os
 import weakref
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from dynamo.runtime._transports import IncomingRequest, Rejection
+from dynamo.runtime._sealed import override
+from dynamo.runtime._transports import Rejection
 from dynamo.runtime._transports.callhome_client import (
     callable_address,
     encode_for,
     overloaded,
     too_large_there,
 )
+from dynamo.runtime._transports.direct_call import DirectCallSide
 from dynamo.runtime._transports.duplex_client import LOST_TEXT, draining, head_of
-from dynamo.runtime._transports.duplex_worker import NO_HEADERS, deadline_of, trace_of
 from dynamo.runtime._wire.callhome import too_large_text, unknown_endpoint_text
 from dynamo.runtime._wire.duplex_frames import (
     decode_error,
@@ -35,7 +36,7 @@ from dynamo.runtime._wire.faults import (
     exception_of_prologue,
     settled,
 )
-from dynamo.runtime._wire.payload import decode_annotated, decode_value, encode_value
+from dynamo.runtime._wire.payload import decode_annotated, encode_value
 from dynamo.runtime.errors import (
     CallError,
     RemoteProtocolError,
@@ -51,11 +52,8 @@ if TYPE_CHECKING:
     from dynamo.runtime._transports import (
         CallEvents,
         CallRequest,
-        InputEvents,
-        ReplyEvents,
     )
-    from dynamo.runtime._transports.callhome_worker import Replies
-    from dynamo.runtime._transports.duplex_worker import CallTaker
+    from dynamo.runtime._transports.direct_call import CallTaker
     from dynamo.runtime._wire.duplex_frames import RequestHead
     from dynamo.runtime._wire.faults import ErrorObject
     from dynamo.runtime._wire.records import EndpointRecord
@@ -214,7 +212,7 @@ class LocalHandle:
         if not call.arrived:
             self.close()
         else:
-            self.lane.soon(call.on_stop, False)
+            self.lane.soon(functools.partial(call.on_stop, killed=False))
 
     def kill(self) -> None:
         self.close()
@@ -230,7 +228,7 @@ class LocalHandle:
     def close(self) -> None:
         call = self._let_go()
         if call is not None and call.arrived:
-            self.lane.soon(call.on_stop, True)
+            self.lane.soon(functools.partial(call.on_stop, killed=True))
 
     def _let_go(self) -> LocalCall | None:
         """The call is over.  Both halves hold each other: no cycle is left behind."""
@@ -336,47 +334,26 @@ class LocalHandle:
         """The lane closes: as if a connection had been lost."""
         call = self._let_go()
         if call is not None and call.arrived:
-            call.on_stop(True)
+            call.on_stop(killed=True)
         self._lost()
 
 
-class LocalCall:
+class LocalCall(DirectCallSide):
     """The worker's half: `IncomingCall`, `ReplyStream` and `InputStream` in one."""
 
-    __slots__ = (
-        "_body",
-        "_events",
-        "_gone",
-        "_head",
-        "_input",
-        "arrived",
-        "handle",
-        "input_paused",
-        "path",
-        "paused",
-        "replies",
-    )
+    __slots__ = ("arrived", "handle", "input_paused", "paused")
 
     def __init__(
-        self,
-        handle: LocalHandle,
-        head: RequestHead,
-        body: bytes | None,
+        self, handle: LocalHandle, head: RequestHead, body: bytes | None
     ) -> None:
-        self.path = head.path
-        self.replies: Replies | None = None
-        """Not used: an answer that is complete has arrived."""
+        # The caller may send the same ones to another instance: never shared.
+        head.metadata = dict(head.metadata or {})
+        super().__init__(head, body or b"")
         self.handle: LocalHandle | None = handle
         """The other half; None once nothing more is sent."""
         self.arrived = False
         self.paused = False
         self.input_paused = False
-        self._head = head
-        self._body = body
-        self._events: ReplyEvents | None = None
-        self._input: InputEvents | None = None
-        # The caller has stopped the call (False), or has gone (True).
-        self._gone: bool | None = None
 
     def arrive(self, server: LocalServer) -> None:
         """What a worker does with a request that it has read."""
@@ -400,49 +377,7 @@ class LocalCall:
         if self.handle is not None and self._gone is None:
             self.handle.on_reached()
 
-    # IncomingCall
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return NO_HEADERS
-
-    def decode(self) -> IncomingRequest:
-        head = self._head
-        body, self._body = self._body, None
-        return IncomingRequest(
-            call_id=head.id,
-            metadata=dict(head.metadata or {}),
-            codec=head.codec,
-            body=body,
-            trace=trace_of(head),
-            ours=True,
-            deadline=deadline_of(head),
-        )
-
-    def open_now(self, events: ReplyEvents) -> LocalCall:
-        if not self._tell_if_gone(events):
-            self._events = events
-        return self
-
-    async def open(self, events: ReplyEvents) -> LocalCall:
-        return self.open_now(events)
-
-    async def open_input(self, events: InputEvents) -> LocalCall:
-        if not self._tell_if_gone(events):
-            self._input = events
-        return self
-
-    def _tell_if_gone(self, events: ReplyEvents | InputEvents) -> bool:
-        """The end may have come before the first step; whether that was all."""
-        if self._gone is not None:
-            events.on_stop(killed=self._gone)
-        return self._gone is True
-
     # ReplyStream
-
-    @property
-    def codec(self) -> str:
-        return self._head.codec
 
     def start(self) -> None:
         if self.handle is not None:
@@ -473,8 +408,8 @@ class LocalCall:
             self.handle.on_lost()
         self._let_go()
 
+    @override
     def _let_go(self) -> None:
-        """Nothing more is told.  They hold us: no cycle is left behind."""
         self._events = self._input = None
 
     # InputStream
@@ -487,36 +422,9 @@ class LocalCall:
         if self.handle is not None:
             self.handle.on_input_room()
 
-    def close(self) -> None:
-        """No more input is wanted; the end of the answer tells the caller."""
-        self._input = None
-
     # What the other half reports.
 
-    def on_input(self, body: bytes) -> None:
-        if self._input is None:
-            return
-        try:
-            value = decode_value(body, self._head.codec)
-        except RemoteProtocolError:
-            # As on the other lanes: an unreadable value ends the call.
-            self._input.on_stop(killed=True)
-        else:
-            self._input.on_input(value, len(body))
-
-    def on_input_end(self) -> None:
-        if self._input is not None:
-            self._input.on_input_end()
-
-    def on_stop(self, killed: bool) -> None:
-        self._gone = killed
-        events = self._events or self._input
-        if killed:
-            self._let_go()
-        if events is not None:
-            events.on_stop(killed=killed)
-
+    @override
     def on_writable(self) -> None:
         self.paused = False
-        if self._events is not None:
-            self._events.on_writable()
+        super().on_writable()

@@ -22,7 +22,8 @@ from dynamo.runtime._transports.connection import (
     listen,
     stop_accepting,
 )
-from dynamo.runtime._transports.duplex_worker import CallTaker, DuplexWorkerConnection
+from dynamo.runtime._transports.direct_call import CallTaker
+from dynamo.runtime._transports.duplex_worker import DuplexWorkerConnection
 from dynamo.runtime._transports.local import withdraw
 from dynamo.runtime._wire.callhome import (
     INVALID_PATH_TEXT,
