@@ -87,6 +87,19 @@ def endpoint(
     return EndpointAdmission(running, waiting, worker, clock), worker, clock
 
 
+def test_a_line_of_refusals_says_whose_places_are_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = Admission(2, 0)
+    endpoint = EndpointAdmission(1, 0, worker, path="1/ns/comp/gen")
+    assert endpoint.reserve() is None
+    assert endpoint.reserve() is not None
+    assert caplog.messages[-1].startswith("endpoint 1/ns/comp/gen full, requests")
+    assert worker.reserve_all() > 0
+    assert worker.reserve() is not None
+    assert caplog.messages[-1].startswith("worker full, requests refused: 1")
+
+
 def counts(*admissions: Admission) -> list[tuple[int, int, int]]:
     return [(one._reserved, one._running, len(one._waiting)) for one in admissions]
 

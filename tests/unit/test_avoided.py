@@ -35,7 +35,7 @@ def test_for_no_time_is_not_avoided() -> None:
     avoided: Avoided[Member] = Avoided()
     avoided.add(ONE, 3.0, "bye", 3.0)
     assert not avoided
-    assert avoided.without((ONE,), 3.0) == [ONE]
+    assert list(avoided.without((ONE,), 3.0)) == [ONE]
     assert avoided.next_end_s(3.0) is None
 
 
@@ -53,3 +53,14 @@ def test_instances_that_never_come_back_are_forgotten() -> None:
         avoided.add(Member(number), 5.0, "bye", 0.0)
     avoided.add(Member(5000), 9.0, "bye", 6.0)
     assert len(avoided._until) == 1
+
+
+def test_once_all_are_back_nobody_is_asked_about_again() -> None:
+    avoided: Avoided[Member] = Avoided()
+    avoided.add(ONE, 8.0, "bye", 0.0)
+    avoided.add(TWO, 5.0, "bye", 0.0)
+    members = (ONE, TWO)
+    assert avoided.without(members, 7.9) == [TWO]
+    assert avoided
+    assert avoided.without(members, 8.0) is members
+    assert not avoided

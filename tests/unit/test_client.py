@@ -451,9 +451,7 @@ async def test_first_items_that_do_not_come_in_time_eject(cluster: Cluster):
         with pytest.raises(StreamTimeout):
             await anext(stream)
     assert await client.wait_for_instances() == [2]
-    assert cluster.home.health.reason(1) == (
-        "the first item did not come in time, 3 in a row"
-    )
+    assert cluster.home.health.reason(1) == ("an item did not come in time, 3 in a row")
     # A stream that comes to its end is what brings it back.
     stream = await client.direct(None, 1)
     assert await client.wait_for_instances() == [2]
@@ -533,6 +531,28 @@ async def test_waiting_returns_those_that_are_there(cluster: Cluster):
     client = cluster.client()
     assert await client.wait_for_instances() == [1, 2]
     assert await client.wait_for_instances(timeout=0) == [1, 2]
+
+
+async def test_calls_that_fail_at_one_time_are_all_told_the_endpoints(cluster: Cluster):
+    await cluster.backend.register(INSTANCES, "a/b/c/1", b"any")
+    client = cluster.client()
+    calls = [client.random(None) for _ in range(3)]
+    calls[0].cancel()
+    errors = await asyncio.gather(*calls[1:], return_exceptions=True)
+    told = [error.facts["endpoints"] for error in errors]  # type: ignore[union-attr]
+    assert told == [("a/b/c",)] * 2
+
+
+async def test_once_withdrawn_is_not_on_a_slower_path_for_ever(cluster: Cluster):
+    await cluster.join(1, 2)
+    chooser = cluster.client()._chooser
+    usable = cluster.home.health.usable
+    assert chooser.routable() is usable
+    chooser.now = lambda: 0.0
+    chooser._avoid(chooser.withdrawn, 1, 5.0, "bye")
+    assert [one.instance_id for one in chooser.routable()] == [2]
+    chooser.now = lambda: 5.0
+    assert chooser.routable() is usable
 
 
 async def test_that_nobody_is_left_differs_from_that_nobody_ever_came(cluster: Cluster):

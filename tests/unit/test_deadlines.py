@@ -281,6 +281,34 @@ def test_a_reader_that_is_behind_is_no_idle_worker(monkeypatch: pytest.MonkeyPat
     assert call.at(62.1) == "idle_timeout"
 
 
+def test_the_whole_call_counts_on_while_another_worker_continues(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    limits = Limits(deadline=1003.0, timeout_s=3.0, idle_s=2.0)
+    call = Played(monkeypatch, limits)
+    call.clock.started()
+    assert call.at(2.1) == "idle_timeout"
+    call.watched = 0
+    call.clock.detached()
+    assert call.watched == 1, "the deadline is earlier than what was due"
+    call.clock.check()
+    call.clock.started()
+    # The next idle moment, 4.1, comes after the deadline.
+    assert call.clock.due_at == 1003.0
+    assert call.at(3.1) == "timeout"
+
+
+def test_who_continues_meets_a_reader_that_is_not_behind(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    call = Played(monkeypatch, Limits(idle_s=2.0))
+    call.clock.started()
+    call.clock.reader_behind(True)
+    call.clock.detached()
+    call.clock.started()
+    assert call.at(2.1) == "idle_timeout"
+
+
 def test_a_call_that_is_over_is_watched_no_more(monkeypatch: pytest.MonkeyPatch):
     call = Played(monkeypatch, Limits(1001.0, "timeout", 1.0))
     assert call.watched == 1

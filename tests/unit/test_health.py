@@ -86,12 +86,13 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 async def test_an_ejected_instance_is_listed_and_not_usable(cluster: Cluster) -> None:
     health = await cluster.open(1, 2)
-    generation = cluster.instances.generation
+    announced: list[list[int]] = []
+    cluster.instances.subscribe(lambda: announced.append(cluster.usable))
     health.failed(1, Failure.NO_CONNECTION)
     health.failed(7, Failure.NO_CONNECTION)
     assert cluster.usable == [2]
     assert [one.instance_id for one in cluster.instances.records] == [1, 2]
-    assert cluster.instances.generation == generation + 1
+    assert announced == [[2]]
     assert health.reason(1) == "no connection could be made"
     assert health.reason(2) == health.reason(7) == ""
     assert health.usable is health.usable, "made once per change"
@@ -255,6 +256,30 @@ async def test_failures_after_the_end_are_nobodys(cluster: Cluster) -> None:
     cluster.instances.close()
     health.failed(1, Failure.NO_CONNECTION)
     assert not health.troubled
+
+
+async def test_calls_that_end_after_the_end_start_no_timer_and_no_probe(
+    cluster: Cluster,
+) -> None:
+    asked: list[EndpointRecord] = []
+
+    async def probe(one: EndpointRecord) -> bool:
+        asked.append(one)
+        return False
+
+    health = await cluster.open(1, 2, probe=probe, policy=QUICK)
+    health.failed(1, Failure.NO_CONNECTION)
+    await cluster.until(lambda: bool(asked))
+    cluster.instances.close()
+    await health.aclose()
+    asked.clear()
+    health.chosen(1)
+    health.let_go(1)
+    health.on_time()
+    assert health._timer is None
+    assert not health._probes
+    await asyncio.sleep(0)
+    assert asked == []
 
 
 async def test_closing_waits_for_the_probes(cluster: Cluster) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.runtime._calls.inbox import Inbox, on_loop
+from dynamo.runtime._calls.inbox import _FULL_BYTES, Inbox, on_loop
 from dynamo.runtime._calls.streams import (
     Annotated,
     AsyncResponseStream,
@@ -51,6 +51,15 @@ class Home:
 @pytest.fixture
 async def home() -> Home:
     return Home()
+
+
+async def test_what_is_not_delivered_fills_nothing(home: Home):
+    """Of an answer without annotations only items with data are handed on."""
+    home.inbox.put_all([], 2 * _FULL_BYTES)
+    assert home.marks == []
+    home.put("a")
+    assert await home.read() == "a"
+    assert home.marks == []
 
 
 class Elsewhere:

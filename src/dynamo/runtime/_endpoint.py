@@ -108,7 +108,7 @@ class ServedEndpoint:
         self._path = endpoint_wire_path(name, home.backend.connection_id)
         admission: Admits = home.admission
         if limits is not None:
-            admission = EndpointAdmission(*limits, home.admission)
+            admission = EndpointAdmission(*limits, home.admission, path=self._path)
         self._ingress = EndpointIngress(
             home.loop,
             self._path,

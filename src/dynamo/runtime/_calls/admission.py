@@ -56,6 +56,7 @@ class Admits(Protocol):
 class Admission:
     """The places and turns of all requests of a worker, within the genuine limits."""
 
+    _who = "worker"
     _settings = (
         "DYN_TCP_WORKER_POOL_SIZE and DYN_TCP_WORK_QUEUE_SIZE, or "
         "DYN_ENGINE_REQUEST_LIMIT and DYN_DYNAMO_REQUEST_QUEUE_LIMIT"
@@ -96,7 +97,8 @@ class Admission:
         if now < self._silent_until:
             return
         _log.warning(
-            "worker full, requests refused: %d; %s, the most that are allowed (%s)",
+            "%s full, requests refused: %d; %s, the most that are allowed (%s)",
+            self._who,
             self._untold_refusals,
             self._limits(),
             self._settings,
@@ -131,8 +133,8 @@ class Admission:
 
     async def run(self) -> None:
         """Wait for the turn of a request that has a place."""
-        if self._running < self._running_limit:
-            self._running += 1
+        # Its own, also where a subclass asks others besides.
+        if Admission.run_now(self):
             return
         waiter = asyncio.get_running_loop().create_future()
         self._waiting[waiter] = None
@@ -156,6 +158,7 @@ class EndpointAdmission(Admission):
         running: How many requests of this endpoint run at once.
         waiting: How many more wait.
         worker: The places of the whole worker.
+        path: Whose places these are, for log lines.
     """
 
     _settings = "max_concurrent_requests and max_queued_requests of serve_endpoint"
@@ -166,8 +169,11 @@ class EndpointAdmission(Admission):
         waiting: int,
         worker: Admits,
         now: Clock = _monotonic,
+        *,
+        path: str = "",
     ) -> None:
         super().__init__(running, waiting, now)
+        self._who = f"endpoint {path}"
         self._waiting_limit = waiting
         self._worker = worker
         self._interval_s: float | None = None

@@ -1,6 +1,7 @@
-"""The choice of an instance for each call of one client.
+"""What the clients of an endpoint share, and the choice of an instance for each call.
 
-Owns whom this client leaves out, for how long, and what it says if nobody is left.  The
+`ClientHome` is the former, with the names of endpoints to be told when nobody is there.
+`Chooser` owns whom one client leaves out, for how long, and what it says if nobody is left.  The
 list of instances is shared; the policies are pure; the call itself is `egress`.
 """
 
@@ -100,6 +101,7 @@ class ClientHome:
         self.check = check
         self._names: list[str] = []
         self._names_until = 0.0
+        self._looking = asyncio.Lock()
 
     async def aclose(self) -> None:
         """End the watch of the endpoint, and what tries connections to its instances."""
@@ -127,9 +129,10 @@ class ClientHome:
 
     async def _registered_names(self) -> list[str]:
         """Looked up now and then: callers may well try in a loop."""
-        now = self.loop.time()
-        if now >= self._names_until:
-            self._names_until = now + _NAMES_KEPT_S
+        # Those who come meanwhile wait for the same answer.
+        async with self._looking:
+            if self.loop.time() < self._names_until:
+                return self._names
             looking = self.instances.registered_names()
             try:
                 self._names = await asyncio.wait_for(looking, _NAMES_LIMIT_S)
@@ -137,7 +140,8 @@ class ClientHome:
                 # That nobody is there is what the caller must hear, not this.
                 _log.info("the registered endpoints are not known: %s", reason)
                 self._names = []
-        return self._names
+            self._names_until = self.loop.time() + _NAMES_KEPT_S
+            return self._names
 
 
 def _policy(config: RuntimeConfig) -> EjectionPolicy:
@@ -172,11 +176,12 @@ class Chooser:
 
     def routable(self) -> Sequence[EndpointRecord]:
         """Listed, not withdrawn, not ejected."""
+        usable = self.home.health.usable
         if not self.withdrawn:
-            return self.home.health.usable
+            return usable
         listed = self.home.instances.records
         rest = self.withdrawn.without(listed, self.now())
-        return self.home.health.without_ejected(rest)
+        return usable if rest is listed else self.home.health.without_ejected(rest)
 
     def free(self, tried: frozenset[int]) -> Sequence[EndpointRecord]:
         """Those that may get a call now.

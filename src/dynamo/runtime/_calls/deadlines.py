@@ -299,8 +299,14 @@ class CallClock:
             self._expect_item()
 
     def detached(self) -> None:
-        """Nobody answers for now: no item is expected until `started`."""
+        """Nobody answers for now: no item is expected until `started`.
+
+        Whoever is asked next meets a reader that has read all there was.
+        """
+        self._behind = False
         self._idle_from = math.inf
+        self.due_at = min(self._limits.deadline, self._first_at)
+        self._deadlines.watch(self)
 
     def _expect_item(self) -> None:
         over = self._expired is _nobody

@@ -543,8 +543,6 @@ class OutgoingCall:
         """The awaited call raises, or else the stream; nothing of the call is left."""
         result, self._result = self._result, None
         if result is None:
-            self._interrupt()
-            self._detach(error)
             if self._broken is not None and not isinstance(error, StreamError):
                 self._broken.__cause__ = error
                 error = self._broken
@@ -793,7 +791,7 @@ class OutgoingCall:
     def _send_again(self, error: StreamError) -> None:
         assert self._record is not None
         self._broken = error
-        self._failures += ((self._record.instance_id, str(error)),)
+        self._note(error, self._record)
         self._tried = frozenset((self._record.instance_id,))
         self._go_on(error)
 
@@ -833,7 +831,7 @@ class OutgoingCall:
 
     def _on_context(self, killed: bool) -> None:
         """The context was stopped or killed, in whatever thread."""
-        on_loop(self._loop, self.cancel if killed else self._stop)
+        on_loop(self._loop, self._cancel if killed else self._stop)
 
     def _stop(self) -> None:
         """Nobody wants more: end after what has arrived."""

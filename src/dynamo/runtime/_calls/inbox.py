@@ -174,8 +174,8 @@ class Inbox:
         self.put_all([item], size_bytes)
 
     def put_all(self, items: list[Any], size_bytes: int) -> None:
-        """The same with items that came together."""
-        if self.ended:
+        """The same with items that came together; none count for nothing."""
+        if self.ended or not items:
             return
         if self._waiters:
             items = self._hand_all(items)

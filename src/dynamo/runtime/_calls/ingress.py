@@ -299,12 +299,12 @@ class _Run:
             self._over = True
             if self._reply is not None:
                 self._reply.drop()
-            self.on_writable()
+        self.on_writable()
         if self._timer is not None:
             return  # it is on its way out, with a limit
         if self._ran:
             self._timer = self._loop.call_later(_UNAWARE_GRACE_S, self._grace_over)
-        elif self._task is not None:
+        else:
             self._task.cancel()
 
     def _obey(self, deadline: float) -> None:

@@ -116,7 +116,7 @@ class Health:
             self._changed()
 
     def completed(self, instance_id: int) -> None:
-        """A stream of an instance came to its first item, or to its end."""
+        """A stream of an instance came to its end."""
         if self._ejections.completed(instance_id):
             self._changed()
 
@@ -153,6 +153,8 @@ class Health:
 
     def _drive(self) -> None:
         """Try the connections that are due, and come back for the next ones."""
+        if self._instances.closed:
+            return  # by `aclose` too, though calls go on to report
         for instance_id in self._ejections.due(self._loop.time()):
             record = self._records[instance_id]
             self._end_probe(instance_id)

@@ -185,8 +185,6 @@ class InstanceSet:
         self._loop = asyncio.get_running_loop()
         self._backend = backend
         self.name = name
-        self.generation = 0
-        """Grows with everything that is announced."""
         self.closed = False
         self.left_at: float | None = None
         """When the last instance left, on the loop's clock; None if none ever did."""
@@ -325,7 +323,6 @@ class InstanceSet:
 
     def announce(self) -> None:
         """Tell the subscribers that something about the instances changed."""
-        self.generation += 1
         for callback in tuple(self._subscribers.values()):
             callback()
 

@@ -54,7 +54,6 @@ class LoopWatchdog:
         self._base: CodeType | None = None
         self._looked_at: float | None = None
         self._asked_at: float | None = None
-        self._answered_at = 0.0
         self._told = False
 
     async def look(self) -> None:

@@ -6,7 +6,8 @@ goes by what was seen and not by what was said.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 
@@ -28,9 +29,10 @@ class Avoided(Generic[R]):
 
     def __init__(self) -> None:
         self._until: dict[int, tuple[float, R, str]] = {}
+        self._all_back_at = -math.inf
 
     def __bool__(self) -> bool:
-        """False if nobody is avoided; True says nothing."""
+        """False if nobody is avoided; after True, `without` knows."""
         return bool(self._until)
 
     def add(self, record: R, until: float, reason: str, now: float) -> None:
@@ -43,9 +45,15 @@ class Avoided(Generic[R]):
         }
         if until > now:
             self._until[record.instance_id] = (until, record, reason)
+        self._all_back_at = max(
+            (until for until, _, _ in self._until.values()), default=-math.inf
+        )
 
-    def without(self, records: Iterable[R], now: float) -> Sequence[R]:
-        """The others, in the same order."""
+    def without(self, records: Sequence[R], now: float) -> Sequence[R]:
+        """The others, in the same order; the same object if nobody is left out."""
+        if now >= self._all_back_at:
+            self._until.clear()
+            return records
         return [one for one in records if self.remaining_s(one, now) <= 0]
 
     def remaining_s(self, record: R, now: float) -> float:

@@ -42,7 +42,7 @@ class Failure(Enum):
     NO_CONNECTION = "no connection could be made"
     CONNECTION_LOST = "a connection was lost with calls on it"
     NO_ANSWER = "a request was not acknowledged in time"
-    NO_ITEM = "the first item did not come in time"
+    NO_ITEM = "an item did not come in time"
 
 
 # A request that was acknowledged disproves these; the others, only a stream that came
@@ -156,7 +156,7 @@ class Ejections:
         return self.forget(instance_id)
 
     def completed(self, instance_id: int) -> bool:
-        """A stream came as far as it must: to its first item, or to its end."""
+        """A stream came to its end."""
         trouble = self.troubled.get(instance_id)
         if trouble is None:
             return False

@@ -131,9 +131,6 @@ class CallHandle(Protocol):
     def resume(self) -> None:
         """Take items again."""
 
-    def close(self) -> None:
-        """Forget a call that has ended."""
-
 
 class ClientLane(Protocol):
     """One way to call instances.
