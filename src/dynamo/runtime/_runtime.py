@@ -1,7 +1,7 @@
 """DistributedRuntime: puts the parts together, starts them, shuts them down in order.
 
-The composition root: the only module that picks a discovery backend; the lane of each
-call is for `Lanes`.  Owns the home loop's parts of one runtime and the ordered shutdown;
+The composition root: the only module that picks a discovery backend; `Lanes` picks the
+lane of each call.  Owns the home loop's parts of one runtime and the ordered shutdown;
 the parts own themselves.
 """
 

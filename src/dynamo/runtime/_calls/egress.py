@@ -14,8 +14,8 @@ States of a call::
     STREAMING --on_lost, going down, idle--> BROKEN --all was read--> CHOOSING
       (if no item came and that is allowed, or if the caller gives a request)
 
-A call is no task: the events of its lane move it on.  Only until its request can be sent
-it may need one: while a connection is made, and always on the call-home lane.
+A call is no task: the events of its lane move it on.  Only until its request can be
+sent it may need one: while a connection is made, and always on the call-home lane.
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ class Cluster:
         env: Settings of every runtime in it, under the names of their environment
             variables; the real environment plays no part.  If they do not say otherwise
             a drain takes at most 1 s, and a handler has 0.2 s to end by itself after a
-            stop.  Discovery, lane and addresses are the cluster's own, whatever they say.
+            stop.  Discovery, lane and addresses are the cluster's own in any case.
 
     Attributes:
         calls: What handlers got, in order; see `RecordedCall`.
