@@ -14,8 +14,8 @@ States of a call::
     STREAMING --on_lost, going down, idle--> BROKEN --all was read--> CHOOSING
       (if no item came and that is allowed, or if the caller gives a request)
 
-A call is no task: the events of its lane move it on.  Only a connection that has to be
-made is waited for in one.
+A call is no task: the events of its lane move it on.  Only until its request can be
+sent it may need one: while a connection is made, and always on the call-home lane.
 """
 
 from __future__ import annotations
@@ -382,8 +382,9 @@ class OutgoingCall:
     def start(self) -> asyncio.Future[AsyncResponseStream]:
         """Find an instance that takes the call.
 
-        On the home loop, and without a task: with a connection that stands, the request
-        is on its way when this returns.
+        On the home loop.  Without a task where the lane needs nothing else: the request
+        goes out at the end of this turn.  A connection that has to be made, and any
+        request on the call-home lane, is waited for in one.
 
         Returns:
             A future of the stream, done when the handler runs; it raises a `CallError`
