@@ -197,20 +197,22 @@ class DefaultLimits:
         )
         if nothing and deadline is None and self._none:
             return NO_LIMITS
-        timeout_s = _given("timeout", timeout, self._timeout_s)
-        first_item_s = _given(
-            "first_item_timeout", first_item_timeout, self._first_item_s
+        timeout_s, first_item_s, idle_s = (
+            self._timeout_s,
+            self._first_item_s,
+            self._idle_s,
         )
-        idle_s = _given("idle_timeout", idle_timeout, self._idle_s)
+        if timeout is not None:
+            timeout_s = seconds_of("timeout", timeout)
+        if first_item_timeout is not None:
+            first_item_s = seconds_of("first_item_timeout", first_item_timeout)
+        if idle_timeout is not None:
+            idle_s = seconds_of("idle_timeout", idle_timeout)
         now = time.monotonic()
         if deadline is not None and deadline <= now + timeout_s:
             left_s = deadline - now
             return Limits(deadline, "deadline", left_s, first_item_s, idle_s)
         return Limits(now + timeout_s, "timeout", timeout_s, first_item_s, idle_s)
-
-
-def _given(name: str, value: float | None, default_s: float) -> float:
-    return default_s if value is None else seconds_of(name, value)
 
 
 class CallClock:

@@ -29,6 +29,7 @@ import logging
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
@@ -41,11 +42,7 @@ from dynamo.runtime._routing.ejection import Failure
 from dynamo.runtime._routing.retry import may_be_sent_again
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import spawn
-from dynamo.runtime._wire.faults import (
-    error_of_unreadable,
-    exception_of_error,
-    inhibits,
-)
+from dynamo.runtime._wire.faults import exception_of_error, inhibits
 from dynamo.runtime._wire.payload import encode_value, open_annotated, open_data
 from dynamo.runtime.errors import (
     CallError,
@@ -392,12 +389,16 @@ class OutgoingCall:
         """
         result = self._result = _Result(loop=self._loop)
         result.call = self
+        self.inbox.thread = get_ident()
         if self._context is not None:
             self._context.attach(self._on_context)
         self._selection.budget.deposit()
         limits = self._options.limits
         if limits is not NO_LIMITS and not self._over:
             self._clock = CallClock(self._deadlines, limits, self._on_limit)
+            if limits.spent:
+                # Nothing is sent that could not be answered in time.
+                self._clock.check()
         self._go_on(None)
         return result
 
@@ -407,7 +408,9 @@ class OutgoingCall:
         Args:
             failure: Why the last one did not take it.
         """
-        while self._goes_on(failure):
+        if failure is not None and self._clock is not None:
+            self._clock.check()
+        while not self._over:
             try:
                 record = self._selection.choose(self._tried)
             except NoInstances as nobody:
@@ -426,25 +429,25 @@ class OutgoingCall:
                 if not self._may_move(error):
                     return
                 failure = cast("CallError", error)
+                if self._clock is not None:
+                    self._clock.check()
             else:
                 return
 
-    def _goes_on(self, failure: CallError | None) -> bool:
-        """Nothing is sent that could not be answered in time."""
-        if self._clock is not None and (failure or self._options.limits.spent):
-            self._clock.check()
-        return not self._over
-
     def _send_to(self, record: EndpointRecord) -> None:
         self._record = record
+        self.inbox.origin = record.instance_id
         self._attempts += 1
         self._counted = record.instance_id
         self._selection.take(record.instance_id)
         handle = self._lane.open_now(record, self._request, self)
-        if handle is not None:
-            self._on_sent(handle)
-        else:
+        if handle is None:
             self._opening = spawn(self._loop, self._open(record))
+            return
+        self._handle = handle
+        self._watching = True
+        # Not `watch_removal`: it was chosen just now, so it is listed.
+        self._selection.instances.removals[self] = record.instance_id
 
     async def _open(self, record: EndpointRecord) -> None:
         """Send the request where a connection must be made first."""
@@ -486,9 +489,7 @@ class OutgoingCall:
             return
         self._handle = handle
         self._watching = True
-        self._selection.instances.watch_removal(
-            self._record.instance_id, self._on_removed
-        )
+        self._selection.instances.watch_removal(self._record.instance_id, self)
 
     def _not_taken(self, error: Exception, *, inhibits: bool = False) -> None:
         """There will be no stream from this instance; perhaps there is from another."""
@@ -626,12 +627,12 @@ class OutgoingCall:
     def _watch_no_more(self) -> None:
         if self._watching:
             self._watching = False
-            self._selection.instances.forget_removal(self._on_removed)
+            self._selection.instances.removals.pop(self, None)
         if self._leaving is not None:
             self._leaving.cancel()
             self._leaving = None
 
-    def _on_removed(self) -> None:
+    def on_removed(self) -> None:
         """The instance left discovery with our request; it may still take it."""
         if self._watching:
             self._leaving = self._loop.call_later(_LEFT_LIMIT_S, self._on_left)
@@ -698,13 +699,17 @@ class OutgoingCall:
         self._came += len(items)
         self.inbox.put_all(items, size_bytes)
 
-    def on_answer(self, item: Envelope, size_bytes: int) -> None:
+    def on_answer(self, item: Envelope) -> None:
         self.on_started()
         if self._over:
             return
         self._came += 1
-        self.inbox.put(item, size_bytes)
-        self.on_ended()
+        # As `on_ended`, with the item.
+        if self._selection.health.troubled:
+            self._note_completed()
+        self._over = True
+        self.inbox.put_last(item)
+        self._release()
 
     def _items_so_far(self) -> int:
         """How many items came for the reader, whether it has read them or not."""
@@ -712,17 +717,11 @@ class OutgoingCall:
             self.inbox.sift()
         return self._came - self.inbox.skipped
 
-    def _on_unreadable(self, error: Exception) -> Exception:
+    def _on_unreadable(self, failure: Exception) -> None:
         """An item whose turn has come makes no sense; the answer ends with it."""
-        failure = exception_of_error(
-            error_of_unreadable(f"an item that is not msgpack: {error}"),
-            instance_id=self.instance_id,
-        )
-        if not self._over:
-            if self._handle is not None:
-                self._handle.kill()
-            self._finish(failure)
-        return failure
+        if self._handle is not None:
+            self._handle.kill()
+        self._finish(failure)
 
     def on_failed(self, error: ErrorObject) -> None:
         late = error.error_class == "DeadlineExceeded"
@@ -821,12 +820,14 @@ class OutgoingCall:
     def _end(self, error: Exception | None) -> None:
         self._over = True
         self.inbox.end(error)
-        if self._result is not None:
-            self._settle()
         self._release()
 
     def _release(self) -> None:
-        self._count_no_more()
+        if self._result is not None:
+            self._settle()
+        if self._counted is not None:
+            self._selection.give_back(self._counted)
+            self._counted = None
         if self._watching:
             self._watch_no_more()
         if self._clock is not None:
@@ -887,7 +888,6 @@ class OutgoingCall:
         if self._handle is not None:
             self._handle.kill()
         self.inbox.end(None, discard=True)
-        self._settle()
         self._release()
 
     def dropped(self) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynamo.runtime._sealed import override
+from dynamo.runtime._wire.faults import error_of_unreadable, exception_of_error
 from dynamo.runtime._wire.payload import UNREADABLE
 from dynamo.runtime.errors import RuntimeClosed
 
@@ -135,9 +136,11 @@ class Inbox:
         on_full: Told when so much has come that the sender should pause, and when not.
         opener: Makes of an item what its reader gets, or None if that is nothing;
             raises `UNREADABLE`.  Without one they get the items themselves.
-        on_unreadable: Told so, once; gives the error that ends the stream.
+        on_unreadable: Told so if the stream has not ended, to end it with that error.
 
     Attributes:
+        origin: The instance that the items come from, for such an error.
+        thread: That in which the home loop was last known to run.
         ended: No more items arrive.
         skipped: How many items were nothing to their readers.
     """
@@ -159,7 +162,9 @@ class Inbox:
         "_waiters",
         "ended",
         "home",
+        "origin",
         "skipped",
+        "thread",
     )
 
     def __init__(
@@ -167,9 +172,11 @@ class Inbox:
         home: asyncio.AbstractEventLoop,
         on_full: Callable[[bool], None],
         opener: Callable[[Any], Any] | None = None,
-        on_unreadable: Callable[[Exception], Exception] | None = None,
+        on_unreadable: Callable[[Exception], None] | None = None,
     ) -> None:
         self.home = home
+        self.thread: int | None = None
+        self.origin: int | None = None
         self._on_full = on_full
         self._opener = opener
         self._on_unreadable = on_unreadable
@@ -234,11 +241,14 @@ class Inbox:
         """An item cannot be read: what came behind it does not count either."""
         self._items.clear()
         self._reading.clear()
-        ended = self.ended
-        assert self._on_unreadable is not None
-        failure = self._on_unreadable(error)
-        if ended:
+        failure = exception_of_error(
+            error_of_unreadable(f"an item that cannot be read: {error}"),
+            instance_id=self.origin,
+        )
+        if self._on_unreadable is None:
             self._error = failure
+        else:
+            self._on_unreadable(failure)
 
     def sift(self) -> None:
         """Open what lies here: `skipped` counts all of it then."""
@@ -255,6 +265,14 @@ class Inbox:
                 self._handed += 1
                 self._returned = self._returned or []
                 self._returned.append((self._handed, opened))
+
+    def put_last(self, item: object) -> None:
+        """The only item of a stream, and its end."""
+        if self._waiters or self.ended:
+            self.put_all([item], 0)
+        else:
+            self._items.append(item)
+        self.end(None)
 
     def when_read(self, starved: Callable[[], None]) -> None:
         """Call back once a reader waits and all that came was read."""
@@ -293,6 +311,7 @@ class Inbox:
         if discard or not self._full:
             # Whoever is told usually owns us: no cycle is left behind.
             self._on_full = _tell_nobody
+        self._on_unreadable = None
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -322,7 +341,7 @@ class Inbox:
             return self._step_elsewhere(loop, reader, stream)
         if self._returned:
             return _done(loop, self._returned.pop(0)[1])
-        while self._reading or self._take_all():
+        while self._reading or (self._items and self._take_all()):
             item = self._reading.pop()
             if self._opener is not None:
                 try:

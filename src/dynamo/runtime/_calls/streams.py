@@ -7,6 +7,8 @@ it knows a small interface.
 from __future__ import annotations
 
 import asyncio
+from asyncio import current_task
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from dynamo.runtime._sealed import Unconstructible
@@ -74,13 +76,16 @@ class AsyncResponseStream(Unconstructible):
 
     def __anext__(self) -> asyncio.Future[Any]:
         core = self._core
-        loop = asyncio.get_running_loop()
         inbox = core.inbox
-        if inbox.ended and loop is inbox.home:
-            # Nobody waits for anything: who reads does not matter.
-            return inbox.next(loop, None, self)
-        reader = asyncio.current_task(loop)
-        if reader is not core.reader:
+        loop, reader = inbox.home, None
+        if get_ident() == inbox.thread:
+            # Only if that loop is running, here and now; to ask for the running loop
+            # would ask the system for the process, too.
+            reader = current_task(loop)
+        if reader is None:
+            loop = asyncio.get_running_loop()
+            reader = current_task(loop)
+        if reader is not core.reader and not inbox.ended:
             core.note_reader(reader)
         return inbox.next(loop, reader, self)
 

@@ -103,7 +103,7 @@ class CallEvents(Protocol):
     def on_items(self, items: Sequence[Envelope], size_bytes: int) -> None:
         """One or more items; together they had so many bytes."""
 
-    def on_answer(self, item: Envelope, size_bytes: int) -> None:
+    def on_answer(self, item: Envelope) -> None:
         """`on_started`, `on_items` with this one, and `on_ended`.  The last event."""
 
     def on_failed(self, error: ErrorObject) -> None:

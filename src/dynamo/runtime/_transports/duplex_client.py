@@ -189,7 +189,7 @@ class _Call:
             return
         self._acknowledge(ANSWER)
         self._let_go()
-        self._events.on_answer(body, len(body))
+        self._events.on_answer(body)
 
     def _on_answer_in_steps(self, body: bytes | memoryview) -> None:
         """What is told of one step may end the call before the next."""
