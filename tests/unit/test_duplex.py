@@ -660,6 +660,21 @@ def test_what_was_never_handed_to_the_socket_is_known() -> None:
     assert ClientSide(Hello()).never_left() == set()
 
 
+def test_nothing_waits_on_a_connection_that_is_lost() -> None:
+    pair = Pair(worker=Hello(stream_credit=1000, connection_credit=2000))
+    here, there = pair.call()
+    pair.worker.send(there, ITEM, bytes(600_000))
+    partly = pair.client.open(*request(bytes(300_000)))
+    never = pair.client.open(*request())
+    assert (never.id, bool(there.queue)) == (0, True)
+    assert pair.client.lost() == [here, partly, never]
+    assert pair.worker.lost() == [there]
+    for side in (pair.client, pair.worker):
+        assert not side.streams
+        assert not side.waiting
+    assert not any(one.queue for one in (there, partly, never))
+
+
 # ----------------------------------------------------------------------- out of place
 
 

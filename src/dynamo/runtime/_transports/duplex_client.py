@@ -214,6 +214,8 @@ class _Call:
     def on_event(self, kind: int, payload: Any) -> None:
         """Everything but items and their beginning."""
         if kind == WRITABLE:
+            if not self._acknowledged:
+                self._connection.gone_out(self)
             self.on_writable()
             return
         self._acknowledge(kind)
@@ -358,6 +360,12 @@ class _WorkerConnection(DuplexConnection):
     def acknowledged(self, call: _Call) -> None:
         del self._unacknowledged[call]
 
+    def gone_out(self, call: _Call) -> None:
+        """Its request had to wait for credit: the time of the call begins now."""
+        del self._unacknowledged[call]
+        limit_at = self._loop.time() + self._config.request_timeout_s
+        self._unacknowledged[call] = limit_at
+
     def end(self, call: _Call, stream: Stream) -> None:
         """Forget a call, and tell the worker if it may know of it."""
         self._unacknowledged.pop(call, None)
@@ -366,12 +374,16 @@ class _WorkerConnection(DuplexConnection):
         self._close_if_done()
 
     def retire(self) -> None:
-        """Close when the last call has ended; those without an answer fail."""
+        """Close when the last call has ended."""
         self._retiring = True
+        self._close_if_done()
+
+    def shut_down(self) -> None:
+        """Retire; the calls that were not acknowledged fail."""
+        self.retire()
         for call in list(self._unacknowledged):
             error = RuntimeClosed("the runtime was shut down during the call")
             call.refuse(error, inhibits=False)
-        self._close_if_done()
 
     @property
     def takes_calls(self) -> bool:
@@ -393,19 +405,22 @@ class _WorkerConnection(DuplexConnection):
         self._timer = Limit(self._loop, at - self._loop.time(), self._expire)
 
     def _expire(self) -> None:
-        self._timer = None
+        assert self._timer is not None
+        unacknowledged, slack_s = self._unacknowledged, self._timer.slack_s
+        for call in unacknowledged:
+            unacknowledged[call] += slack_s
         now = self._loop.time()
-        while self._unacknowledged:
-            call, limit_at = next(iter(self._unacknowledged.items()))
+        while unacknowledged:
+            call, limit_at = next(iter(unacknowledged.items()))
             if limit_at > now:
                 self._set_timer(limit_at)
                 return
             if call.sending:
                 # Its time begins when it has gone out.
-                del self._unacknowledged[call]
-                self._unacknowledged[call] = now + self._config.request_timeout_s
-                continue
-            call.refuse(self._no_answer(), inhibits=True)
+                self.gone_out(call)
+            else:
+                call.refuse(self._no_answer(), inhibits=True)
+        self._timer = None
 
     def _no_answer(self) -> CallTimeout:
         return CallTimeout(
@@ -478,9 +493,8 @@ class _WorkerConnection(DuplexConnection):
         # Nobody may be waiting for it.
         self.greeted.exception()
         never_left = self.side.never_left()
-        streams = [*self.side.streams.values(), *self.side.waiting]
         self._unacknowledged.clear()
-        for stream in dict.fromkeys(streams):
+        for stream in self.side.lost():
             left = stream not in never_left
             failed = self._link.failed(reason, phase="ack" if left else "send")
             failed.retryable = not left
@@ -628,7 +642,8 @@ class _Link:
                 limit_s,
                 self.config.network,
             )
-        self._connections.add(connection)
+        if connection.is_open:
+            self._connections.add(connection)
         try:
             await self._greeting(connection, began + limit_s - self.loop.time())
         except BaseException:
@@ -686,7 +701,7 @@ class _Link:
         if self._opening is not None:
             self._opening.cancel()
         for connection in list(self._connections):
-            connection.retire()
+            connection.shut_down()
 
     def abort(self) -> None:
         for connection in list(self._connections):

@@ -251,6 +251,13 @@ class _Side(FrameReader[Event]):
             self._unqueue(stream)
         self.streams.pop(stream.id, None)
 
+    def lost(self) -> list[Stream]:
+        """The connection has gone, and with it every stream and what waits."""
+        streams = list(dict.fromkeys((*self.streams.values(), *self.waiting)))
+        for stream in streams:
+            self._forget(stream)
+        return streams
+
     # Receiving
 
     def withhold(self, stream: Stream) -> None:
