@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from dynamo.runtime._network import SOCKETS
@@ -123,7 +123,7 @@ class CallhomeCall:
     ) -> None:
         assert request.path is not None
         self.path = request.path
-        self.headers: Mapping[str, str] = request.headers
+        self._headers = request.headers
         self._loop = loop
         self._replies = replies
         self._payload = request.payload
@@ -139,14 +139,14 @@ class CallhomeCall:
             self._control = error.control
             raise
         self._control = control
-        remaining_ms = read_remaining_ms(self.headers)
+        remaining_ms = read_remaining_ms(self._headers)
         return IncomingRequest(
             call_id=control.id,
             metadata=control.metadata,
             codec=control.codec,
             body=body,
-            trace=read_trace(self.headers),
-            ours=sent_by_ours(self.headers),
+            trace=read_trace(self._headers),
+            ours=sent_by_ours(self._headers),
             deadline=(
                 None if remaining_ms is None else time.monotonic() + remaining_ms / 1000
             ),
