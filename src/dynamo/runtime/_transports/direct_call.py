@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from dynamo.runtime._transports import InputEvents, ReplyEvents
-    from dynamo.runtime._transports.callhome_worker import Replies
+    from dynamo.runtime._transports.replies import Replies
     from dynamo.runtime._wire.duplex_frames import RequestHead
     from dynamo.runtime._wire.propagation import TraceContext
 

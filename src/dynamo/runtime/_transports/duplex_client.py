@@ -11,13 +11,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._transports.callhome_client import (
-    callable_address,
-    encode_for,
-    overloaded,
-    remaining_ms,
-    too_large_there,
-)
 from dynamo.runtime._transports.connection import (
     Limit,
     SpareMemory,
@@ -25,7 +18,15 @@ from dynamo.runtime._transports.connection import (
     spawn,
 )
 from dynamo.runtime._transports.duplex import DuplexConnection
-from dynamo.runtime._wire.callhome import too_large_text
+from dynamo.runtime._transports.outgoing import (
+    LOST_TEXT,
+    EncodesInput,
+    callable_address,
+    draining,
+    overloaded,
+    pack_request,
+    too_large_there,
+)
 from dynamo.runtime._wire.duplex import ANSWER, STARTED, WRITABLE, ClientSide
 from dynamo.runtime._wire.duplex_frames import (
     END,
@@ -37,11 +38,8 @@ from dynamo.runtime._wire.duplex_frames import (
     QUEUED,
     REFUSED,
     REQUEST,
-    STREAMED_INPUT,
     TOO_LARGE,
     Hello,
-    RequestHead,
-    encode_request_front,
 )
 from dynamo.runtime._wire.faults import (
     error_of_unreadable,
@@ -52,16 +50,13 @@ from dynamo.runtime._wire.payload import (
     UNREADABLE,
     annotated_decoder,
     decode_annotated,
-    encode_value,
 )
 from dynamo.runtime.errors import (
     CallError,
     CallTimeout,
     ConnectionFailed,
-    Refused,
     RemoteProtocolError,
     RuntimeClosed,
-    StreamError,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +71,6 @@ _log = logging.getLogger("dynamo.runtime.duplex")
 
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 0.2
-LOST_TEXT = "Stream ended before generation completed"
 
 
 class NoDuplex(CallError):
@@ -86,7 +80,7 @@ class NoDuplex(CallError):
     retryable = True
 
 
-class _Call:
+class _Call(EncodesInput):
     """One outgoing call: a `CallHandle`, and the `InputSink` of its input."""
 
     __slots__ = (
@@ -147,10 +141,6 @@ class _Call:
     @property
     def paused(self) -> bool:
         return bool(self._stream.queue) or self._connection.paused
-
-    def encode(self, value: object) -> bytes:
-        packed = encode_value(value, "msgpack")
-        return encode_for(self._record, value, packed, StreamError)
 
     def send(self, body: bytes) -> None:
         if not self._over:
@@ -299,13 +289,6 @@ class _Call:
             self._events.on_lost(LOST_TEXT)
 
 
-def draining(record: EndpointRecord, text: str = "") -> Refused:
-    """The worker takes no new calls, or not this one."""
-    path = callable_address(record).path
-    text = text or f"Server unavailable: endpoint {path} is draining"
-    return Refused(f"Unavailable: {text}", instance_id=record.instance_id)
-
-
 class _WorkerConnection(DuplexConnection):
     """The client's end of a connection to one worker process."""
 
@@ -336,18 +319,10 @@ class _WorkerConnection(DuplexConnection):
             CallTimeout: its deadline has passed.
             CallError: the instance cannot read the value.
         """
-        body = request.packed
-        if body is not None:
-            body = encode_for(record, request.value, body, CallError)
         assert self.side.peer is not None
         limit = self._config.max_message_bytes
-        body_bytes = len(body or b"")
-        head = head_of(path, record.codec, request)
-        front = encode_request_front(head, body_bytes, limit)
-        size = len(front) + body_bytes
         limit_there = self.side.peer.max_message_bytes or limit
-        if size > limit_there:
-            raise too_large_there(too_large_text(size, limit_there))
+        _, front, body = pack_request(record, path, request, limit, limit_there)
         call = _Call(self, record, events, front, body)
         limit_at = self._loop.time() + self._config.request_timeout_s
         self._unacknowledged[call] = limit_at
@@ -500,23 +475,6 @@ class _WorkerConnection(DuplexConnection):
             failed.retryable = not left
             if stream.owner is not None:
                 stream.owner.on_lost(failed, never_left=not left)
-
-
-def head_of(path: str, codec: str, request: CallRequest) -> RequestHead:
-    """What a request says about itself.
-
-    Raises:
-        CallTimeout: its deadline has passed.
-    """
-    return RequestHead(
-        request.call_id,
-        path,
-        request.metadata or None,
-        request.trace,
-        remaining_ms(request),
-        codec,
-        STREAMED_INPUT if request.packed is None else 0,
-    )
 
 
 class _Link:
