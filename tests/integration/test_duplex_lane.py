@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -24,7 +25,7 @@ from raw_peers import (
 from dynamo.runtime import Client, Context, DistributedRuntime
 from dynamo.runtime._calls.streams import ResponseSender
 from dynamo.runtime._discovery.memory import MemoryStore
-from dynamo.runtime._transports import duplex_client
+from dynamo.runtime._transports import CallRequest, duplex_client, request_pool
 from dynamo.runtime._transports.duplex_client import _Link, _WorkerConnection
 from dynamo.runtime._transports.duplex_worker import DuplexWorkerConnection
 from dynamo.runtime._wire.duplex import LAST_ID_TO_OPEN, ClientSide
@@ -862,7 +863,7 @@ async def test_a_connection_at_the_end_of_its_ids_keeps_the_calls_on_it() -> Non
         await until(lambda: first._unacknowledged)
         first.side.last_id = LAST_ID_TO_OPEN
         new = loop.create_task(link.items("new"))
-        await until(lambda: link.links[0]._opening is not None)
+        await until(lambda: link.links[0]._opening.under_way)
         link.relay.flow()
         assert await within(asyncio.gather(old, new)) == [["old"], ["new"]]
         await until(lambda: not first.is_open)
@@ -990,6 +991,38 @@ async def test_a_connection_lost_before_it_is_known_to_stand_is_not_kept(
                 await within(link.call())
         assert link.connections == 0
         assert await link.items(1) == [1]
+
+
+async def test_the_limit_of_connections_under_way_is_one_for_all_lanes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    under_way = most = 0
+    go_on = asyncio.Event()
+
+    async def connect(*args: Any) -> Any:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await go_on.wait()
+        under_way -= 1
+        raise ConnectionFailed("nobody is there")
+
+    for module in (duplex_client, request_pool):
+        monkeypatch.setattr(module, "connect", connect)
+    async with linked(echo, global_connect_limit=1) as link:
+        lane = link.caller._core.lane
+        request = CallRequest(call_id="id", value=1, packed=b"\x01", metadata={})
+        loop = asyncio.get_running_loop()
+        calls = [
+            loop.create_task(one.open(link.record, request, Mock()))
+            for one in (lane.duplex, lane.callhome)
+        ]
+        await until(lambda: lane.duplex.connecting._waiters)
+        assert under_way == 1
+        go_on.set()
+        errors = await within(asyncio.gather(*calls, return_exceptions=True))
+        assert [type(error) for error in errors] == [ConnectionFailed] * 2
+        assert most == 1
 
 
 # ----------------------------------------------------------------------------- draining
@@ -1251,7 +1284,7 @@ async def test_no_call_waits_for_a_further_connection_or_fails_with_it() -> None
         link.relay.cut = Cut(up=0, how="silent")
         streams += [await within(link.call("b"), 0.2 * 0.9)]
         await until(lambda: link.relay.accepted == 2)
-        await until(lambda: link.links[0]._opening is None)
+        await until(lambda: not link.links[0]._opening.under_way)
         assert link.ready == 1
         link.relay.cut = Cut()
         streams += [await link.call("c")]

@@ -353,11 +353,16 @@ class _Input(EncodesInput):
 class CallhomeClientLane:
     """Calls of one runtime over the genuine lane."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        config: RuntimeConfig,
+        connecting: asyncio.Semaphore,
+    ) -> None:
         self.loop = loop
         self.config = config
         self.listener = ResponseListener(loop, config)
-        self._pools = RequestPools(loop, config)
+        self._pools = RequestPools(loop, config, connecting)
         self._gates: dict[tuple[int, str], _Gate] = {}
 
     def addresses(self) -> set[str]:

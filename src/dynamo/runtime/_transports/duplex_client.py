@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import (
     Limit,
+    SharedOpening,
     SpareMemory,
     connect,
-    spawn,
+    connection_failed,
 )
 from dynamo.runtime._transports.duplex import DuplexConnection
 from dynamo.runtime._transports.outgoing import (
@@ -71,6 +72,7 @@ _log = logging.getLogger("dynamo.runtime.duplex")
 
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 0.2
+_CLOSED_AT_ONCE = "it was closed as soon as it stood"
 
 
 class NoDuplex(CallError):
@@ -464,16 +466,20 @@ class _WorkerConnection(DuplexConnection):
         self._link.forget(self)
         reason = self.loss or str(error or "closed by the worker")
         if not self.greeted.done():
-            self.greeted.set_exception(self._link.failed(reason))
+            self.greeted.set_exception(connection_failed(self._link.authority, reason))
         # Nobody may be waiting for it.
         self.greeted.exception()
         never_left = self.side.never_left()
         self._unacknowledged.clear()
         for stream in self.side.lost():
             left = stream not in never_left
-            failed = self._link.failed(reason, phase="ack" if left else "send")
-            failed.retryable = not left
             if stream.owner is not None:
+                failed = connection_failed(
+                    self._link.authority,
+                    reason,
+                    phase="ack" if left else "send",
+                    retryable=not left,
+                )
                 stream.owner.on_lost(failed, never_left=not left)
 
 
@@ -495,17 +501,10 @@ class _Link:
         # Those that take calls, and all.
         self._ready: list[_WorkerConnection] = []
         self._connections: set[_WorkerConnection] = set()
-        self._opening: asyncio.Task[_WorkerConnection] | None = None
+        self._opening = SharedOpening(self.loop, self._open, self._on_opened)
         self._failures = 0
         self._not_before = 0.0
         self._last_failure = ""
-
-    def failed(self, reason: str, phase: str = "connect") -> ConnectionFailed:
-        return ConnectionFailed(
-            f"Unavailable: TCP connection to {self.authority} failed",
-            phase=phase,
-            facts={"address": self.authority, "reason": reason},
-        )
 
     async def connection(self, record: EndpointRecord) -> _WorkerConnection:
         """A connection that takes a call, made if there is none.
@@ -522,7 +521,7 @@ class _Link:
                 raise draining(record)
             if not connection.is_open:
                 # Lost between the turn in which it stood and this one.
-                raise self.failed("it was closed as soon as it stood")
+                raise connection_failed(self.authority, _CLOSED_AT_ONCE)
         return connection
 
     def standing(self, record: EndpointRecord) -> _WorkerConnection | None:
@@ -552,7 +551,7 @@ class _Link:
     def _open_another(self) -> None:
         """Beside the call that would have liked it."""
         if self.loop.time() >= self._not_before:
-            self._open_soon()
+            self._opening.begin()
 
     def _retired(self, connection: _WorkerConnection) -> _WorkerConnection | None:
         """One that takes no calls gives way to others."""
@@ -566,27 +565,12 @@ class _Link:
         return self._least_busy()
 
     async def _opened(self) -> _WorkerConnection:
-        """Open one connection, whatever the number of calls that want it."""
+        """One more connection, unless that has failed just now."""
         if self.loop.time() < self._not_before:
             # Nobody waits to hear what is known: another instance may take the call.
-            raise self.failed(f"{self._last_failure} (a moment ago)")
-        opening = self._open_soon()
-        await asyncio.wait((opening,))
-        if opening.cancelled():
-            raise RuntimeClosed("the runtime was shut down while connecting")
-        error = opening.exception()
-        if isinstance(error, CallError):
-            # Each caller gets an error of its own, to which its facts can be added.
-            raise type(error)(str(error), facts=dict(error.facts)) from error
-        if error is not None:
-            raise error
-        return opening.result()
-
-    def _open_soon(self) -> asyncio.Task[_WorkerConnection]:
-        if self._opening is None:
-            self._opening = spawn(self.loop, self._open())
-            self._opening.add_done_callback(self._on_opened)
-        return self._opening
+            reason = f"{self._last_failure} (a moment ago)"
+            raise connection_failed(self.authority, reason)
+        return await self._opening.connection()
 
     async def _open(self) -> _WorkerConnection:
         limit_s = self.config.connect_timeout_s
@@ -620,10 +604,9 @@ class _Link:
             )
         connection.greeted.result()
         if not connection.is_open:
-            raise self.failed("it was closed as soon as it stood")
+            raise connection_failed(self.authority, _CLOSED_AT_ONCE)
 
     def _on_opened(self, task: asyncio.Task[_WorkerConnection]) -> None:
-        self._opening = None
         if task.cancelled():
             return
         if task.exception() is None:
@@ -653,11 +636,10 @@ class _Link:
     def unused(self) -> bool:
         """Whether nothing is lost by forgetting it."""
         waits = self._not_before > self.loop.time()
-        return self._opening is None and not self._connections and not waits
+        return not (self._opening.under_way or self._connections or waits)
 
     def close(self) -> None:
-        if self._opening is not None:
-            self._opening.cancel()
+        self._opening.cancel()
         for connection in list(self._connections):
             connection.shut_down()
 
@@ -673,10 +655,15 @@ def _calls_on(connection: _WorkerConnection) -> int:
 class DuplexClientLane:
     """Calls of one runtime over the duplex lane."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        config: RuntimeConfig,
+        connecting: asyncio.Semaphore,
+    ) -> None:
         self.loop = loop
         self.config = config
-        self.connecting = asyncio.Semaphore(config.global_connect_limit)
+        self.connecting = connecting
         self.memory = SpareMemory(loop)
         self._links: dict[tuple[str, int], _Link] = {}
         # By the addresses in records, which take time to read.
