@@ -12,8 +12,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import msgspec
-
 from dynamo.runtime._sealed import override
 from dynamo.runtime._wire import (
     callhome,
@@ -505,16 +503,26 @@ def annotated_in(data: bytes, codec: str) -> str:
         item = payload.decode_annotated(data, codec)
     except RemoteProtocolError as error:
         return str(error)[:40]
-    if item.error is not None:
-        check_error(faults.settled(item.error))
-    bare = msgspec.structs.replace(item, data=None)
-    written = msgspec.to_builtins(bare)
-    members = {name: getattr(bare, name) for name in written if name != "data"}
-    if item.error is not None and item.error.public is not None:
-        return "public part"  # any value
+    spelt = payload.error_in(item)
+    if spelt is not None:
+        check_error(faults.settled(spelt))
+        if spelt.public is not None:
+            return "public part"  # any value
+    members = members_of(item)
     raw = payload.encode_annotated(codec, has_data=False, **members)
-    require(payload.decode_annotated(raw, codec) == bare, "another envelope", bare)
-    return " ".join(members)
+    again = members_of(payload.decode_annotated(raw, codec))
+    require(again == members, "another envelope", item)
+    return " ".join(name for name, value in members.items() if value is not None)
+
+
+def members_of(item: payload.Annotated) -> dict[str, Any]:
+    """All but the data."""
+    return {
+        "id": item.id(),
+        "event": item.event(),
+        "comment": item.comments(),
+        "error": payload.error_in(item),
+    }
 
 
 @target("items_msgpack", "payload.decode_annotated")

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from envelopes import received
 from memory_lane import Opened, World, silent, started
 
 from dynamo.runtime._calls import egress
 from dynamo.runtime._calls.context import ContextState
-from dynamo.runtime._calls.streams import Annotated, AsyncResponseStream
-from dynamo.runtime._wire.payload import AnnotatedItem
+from dynamo.runtime._calls.streams import AsyncResponseStream
+from dynamo.runtime._wire.payload import Annotated
 from dynamo.runtime.errors import (
     CallError,
     ConnectionFailed,
@@ -74,7 +75,7 @@ async def test_items_are_delivered_and_the_call_is_counted_until_its_end(world: 
 
 async def test_annotated_items_come_with_their_envelope_also_without_data(world: World):
     stream, opened = await world.stream(annotated=True)
-    opened.events.on_items([AnnotatedItem(event="e")], 1)
+    opened.events.on_items([received(event="e")], 1)
     opened.events.on_ended()
     (item,) = await read(stream)
     assert type(item) is Annotated

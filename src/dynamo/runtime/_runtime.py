@@ -1,7 +1,8 @@
 """DistributedRuntime: puts the parts together, starts them, shuts them down in order.
 
-The composition root: the only module that picks a discovery backend and a lane.  Owns
-the home loop's parts of one runtime and the ordered shutdown; the parts own themselves.
+The composition root: the only module that picks a discovery backend; `Lanes` picks the
+lane of each call.  Owns the home loop's parts of one runtime and the ordered shutdown;
+the parts own themselves.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ States of a call::
     STREAMING --on_lost, going down, idle--> BROKEN --all was read--> CHOOSING
       (if no item came and that is allowed, or if the caller gives a request)
 
-A call is no task: the events of its lane move it on.  Only a connection that has to be
-made is waited for in one.
+A call is no task: the events of its lane move it on.  Only until its request can be
+sent it may need one: while a connection is made, and always on the call-home lane.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
@@ -36,13 +36,17 @@ import msgspec
 from dynamo.runtime._calls.deadlines import NO_LIMITS, CallClock, Limits, timed_out
 from dynamo.runtime._calls.inbox import Inbox, on_loop, soon_on_loop
 from dynamo.runtime._calls.pump import FarPump, Pump
-from dynamo.runtime._calls.streams import Annotated, AsyncResponseStream
+from dynamo.runtime._calls.streams import AsyncResponseStream
 from dynamo.runtime._routing.ejection import Failure
 from dynamo.runtime._routing.retry import may_be_sent_again
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import spawn
-from dynamo.runtime._wire.faults import exception_of_error, inhibits
-from dynamo.runtime._wire.payload import encode_value
+from dynamo.runtime._wire.faults import (
+    error_of_unreadable,
+    exception_of_error,
+    inhibits,
+)
+from dynamo.runtime._wire.payload import encode_value, open_annotated, open_data
 from dynamo.runtime.errors import (
     CallError,
     CallTimeout,
@@ -68,7 +72,7 @@ if TYPE_CHECKING:
         InputSink,
     )
     from dynamo.runtime._wire.faults import ErrorObject
-    from dynamo.runtime._wire.payload import AnnotatedItem
+    from dynamo.runtime._wire.payload import Envelope
     from dynamo.runtime._wire.records import EndpointRecord
 
 _log = logging.getLogger("dynamo.runtime.egress")
@@ -281,13 +285,13 @@ class OutgoingCall:
         "_annotated",
         "_attempts",
         "_broken",
+        "_came",
         "_clock",
         "_context",
         "_counted",
         "_deadlines",
         "_failures",
         "_handle",
-        "_items",
         "_lane",
         "_leaving",
         "_loop",
@@ -336,7 +340,8 @@ class OutgoingCall:
         self._options = options
         self._deadlines = deadlines
         self._clock: CallClock | None = None
-        self.inbox = Inbox(loop, self._on_full)
+        opener = open_annotated if annotated else open_data
+        self.inbox = Inbox(loop, self._on_full, opener, self._on_unreadable)
         self._result: _Result | None = None
         self._handle: CallHandle | None = None
         self._record: EndpointRecord | None = None
@@ -350,7 +355,8 @@ class OutgoingCall:
         self._failures: tuple[tuple[int, str], ...] = ()
         # How a stream that is being continued elsewhere broke.
         self._broken: StreamError | None = None
-        self._items = 0
+        # Items that came, with those that are nothing to the reader.
+        self._came = 0
         # Of the tasks that have read, the latest.
         self.reader: asyncio.Task[Any] | None = None
         self._readers: tuple[asyncio.Task[Any], ...] = ()
@@ -376,8 +382,9 @@ class OutgoingCall:
     def start(self) -> asyncio.Future[AsyncResponseStream]:
         """Find an instance that takes the call.
 
-        On the home loop, and without a task: with a connection that stands, the request
-        is on its way when this returns.
+        On the home loop.  Without a task where the lane needs nothing else: the request
+        goes out at the end of this turn.  A connection that has to be made, and any
+        request on the call-home lane, is waited for in one.
 
         Returns:
             A future of the stream, done when the handler runs; it raises a `CallError`
@@ -604,7 +611,7 @@ class OutgoingCall:
             limit,
             seconds,
             phase=self._phase,
-            items=self._items,
+            items=self._items_so_far(),
             instance_id=self.instance_id,
         )
         if limit == "idle_timeout":
@@ -685,27 +692,37 @@ class OutgoingCall:
     def on_refused(self, error: Exception, *, inhibits: bool) -> None:
         self._not_taken(error, inhibits=inhibits)
 
-    def on_items(self, items: list[AnnotatedItem], size_bytes: int) -> None:
+    def on_items(self, items: Sequence[Envelope], size_bytes: int) -> None:
         if self._clock is not None:
             self._clock.item()
-        delivered: list[Any]
-        if self._annotated:
-            delivered = Annotated._of_all(items)
-        else:
-            delivered = [item.data for item in items if item.data is not None]
-        self._items += len(delivered)
-        self.inbox.put_all(delivered, size_bytes)
+        self._came += len(items)
+        self.inbox.put_all(items, size_bytes)
 
-    def on_answer(self, item: AnnotatedItem, size_bytes: int) -> None:
+    def on_answer(self, item: Envelope, size_bytes: int) -> None:
         self.on_started()
         if self._over:
             return
-        if self._annotated or item.data is not None:
-            self._items += 1
-            self.inbox.put(
-                Annotated._of(item) if self._annotated else item.data, size_bytes
-            )
+        self._came += 1
+        self.inbox.put(item, size_bytes)
         self.on_ended()
+
+    def _items_so_far(self) -> int:
+        """How many items came for the reader, whether it has read them or not."""
+        if not self._annotated:
+            self.inbox.sift()
+        return self._came - self.inbox.skipped
+
+    def _on_unreadable(self, error: Exception) -> Exception:
+        """An item whose turn has come makes no sense; the answer ends with it."""
+        failure = exception_of_error(
+            error_of_unreadable(f"an item that is not msgpack: {error}"),
+            instance_id=self.instance_id,
+        )
+        if not self._over:
+            if self._handle is not None:
+                self._handle.kill()
+            self._finish(failure)
+        return failure
 
     def on_failed(self, error: ErrorObject) -> None:
         late = error.error_class == "DeadlineExceeded"
@@ -754,7 +771,7 @@ class OutgoingCall:
             self._clock.detached()
         if not isinstance(error, StreamError) or self._stopped:
             self._finish(error)
-        elif not self._items and self._may_be_sent_again(error):
+        elif not self._items_so_far() and self._may_be_sent_again(error):
             self._send_again(error)
         elif self._options.on_stream_lost is not None:
             # Who continues must know all that came, so that none comes twice.
@@ -772,7 +789,7 @@ class OutgoingCall:
             self._finish(error)
             return
         try:
-            request = _continuation(ask, self._items, error)
+            request = _continuation(ask, self._items_so_far(), error)
             packed = None if request is None else encode_value(request, "msgpack")
         except BaseException as raised:
             # Whatever it is: nobody else would end the stream.

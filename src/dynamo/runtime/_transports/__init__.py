@@ -11,13 +11,14 @@ block, never await, never raise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 if TYPE_CHECKING:
     from dynamo.runtime._wire.faults import ErrorObject
-    from dynamo.runtime._wire.payload import AnnotatedItem
+    from dynamo.runtime._wire.payload import Envelope
     from dynamo.runtime._wire.propagation import TraceContext
     from dynamo.runtime._wire.records import EndpointRecord
 
@@ -99,10 +100,10 @@ class CallEvents(Protocol):
     def on_refused(self, error: Exception, *, inhibits: bool) -> None:
         """There will be no stream.  The last event."""
 
-    def on_items(self, items: list[AnnotatedItem], size_bytes: int) -> None:
+    def on_items(self, items: Sequence[Envelope], size_bytes: int) -> None:
         """One or more items; together they had so many bytes."""
 
-    def on_answer(self, item: AnnotatedItem, size_bytes: int) -> None:
+    def on_answer(self, item: Envelope, size_bytes: int) -> None:
         """`on_started`, `on_items` with this one, and `on_ended`.  The last event."""
 
     def on_failed(self, error: ErrorObject) -> None:

@@ -30,6 +30,7 @@ from dynamo.runtime._transports.outgoing import (
 )
 from dynamo.runtime._wire.duplex import ANSWER, STARTED, WRITABLE, ClientSide
 from dynamo.runtime._wire.duplex_frames import (
+    CHUNK_BYTES,
     END,
     ERROR,
     HANDLER_REFUSED,
@@ -48,8 +49,6 @@ from dynamo.runtime._wire.faults import (
     settled,
 )
 from dynamo.runtime._wire.payload import (
-    UNREADABLE,
-    annotated_decoder,
     decode_annotated,
 )
 from dynamo.runtime.errors import (
@@ -88,7 +87,6 @@ class _Call(EncodesInput):
     __slots__ = (
         "_acknowledged",
         "_connection",
-        "_decode",
         "_events",
         "_over",
         "_record",
@@ -106,7 +104,6 @@ class _Call(EncodesInput):
     ) -> None:
         self._connection = connection
         self._record = record
-        self._decode = annotated_decoder(record.codec)
         self._events = events
         self._streamed = value is None
         self._acknowledged = False
@@ -158,20 +155,19 @@ class _Call(EncodesInput):
 
     def on_items(self, bodies: list[bytes | memoryview]) -> None:
         self._stream.items = None
-        decode = self._decode
-        try:
-            items = [decode(body) for body in bodies]
-        except UNREADABLE:
-            self._on_unreadable(bodies)
+        size_bytes = sum(map(len, bodies))
+        if size_bytes > CHUNK_BYTES or self._record.codec != "msgpack":
+            self._decode_now(bodies)
         else:
-            self._events.on_items(items, sum(map(len, bodies)))
+            self._events.on_items(bodies, size_bytes)
 
-    def _on_unreadable(self, bodies: list[bytes | memoryview]) -> None:
-        """Those before the one that cannot be read still count."""
+    def _decode_now(self, bodies: list[bytes | memoryview]) -> None:
+        """The memory of large items is wanted again; their bytes cannot wait."""
         for body in bodies:
             try:
                 item = decode_annotated(body, self._record.codec)
             except RemoteProtocolError as error:
+                # Those before it still count.
                 self.close()
                 self._events.on_failed(error_of_unreadable(str(error)))
                 return
@@ -179,17 +175,13 @@ class _Call(EncodesInput):
 
     def on_answer(self, body: bytes | memoryview) -> None:
         """The whole answer is one item, and the first that is heard of the call."""
-        try:
-            item = self._decode(body)
-        except UNREADABLE:
-            self._on_answer_in_steps(body)
-            return
-        if self._streamed:
+        plain = type(body) is bytes and self._record.codec == "msgpack"
+        if self._streamed or not plain:
             self._on_answer_in_steps(body)
             return
         self._acknowledge(ANSWER)
         self._let_go()
-        self._events.on_answer(item, len(body))
+        self._events.on_answer(body, len(body))
 
     def _on_answer_in_steps(self, body: bytes | memoryview) -> None:
         """What is told of one step may end the call before the next."""

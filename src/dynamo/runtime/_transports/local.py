@@ -261,6 +261,9 @@ class LocalHandle(EncodesInput):
         self._events.on_started()
 
     def on_item(self, body: bytes) -> None:
+        if self._record.codec == "msgpack":
+            self._events.on_items([body], len(body))
+            return
         try:
             item = decode_annotated(body, self._record.codec)
         except RemoteProtocolError as error:
