@@ -106,7 +106,7 @@ def small_is_large() -> Iterator[None]:
         (framing, "_DIRECT_BYTES"): 8,
         (framing, "_FIRST_ROOM_BYTES"): 16,
         (duplex, "CHUNK_BYTES"): CHUNK_BYTES,
-        (duplex, "PART_BYTES"): CHUNK_BYTES + 4,
+        (duplex, "PART_BYTES"): duplex_frames.PART_HEAD_BYTES + CHUNK_BYTES,
     }
     usual = {(module, name): getattr(module, name) for module, name in small}
     try:
@@ -302,8 +302,11 @@ class Client(duplex.ClientSide):
         return named(self, super().filled(size))
 
 
+# The longest frame is a PART of the chunks that these targets have.
 for _side in (Worker, Client):
-    MAX_HELD_BYTES[_side] = duplex_frames.HEADER_BYTES + duplex_frames.CHUNK_BYTES
+    MAX_HELD_BYTES[_side] = (
+        duplex_frames.HEADER_BYTES + duplex_frames.PART_HEAD_BYTES + CHUNK_BYTES
+    )
 
 
 @target(

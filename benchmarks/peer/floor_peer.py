@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
@@ -34,7 +35,7 @@ ITEM_BODY = encode({"data": {"token_ids": [5], "index": 0, "text": "hello"}})
 FRAMES_PER_TURN = 64
 
 
-class Framed(asyncio.Protocol):
+class Framed(asyncio.Protocol, ABC):
     """Cuts frames out of what arrives and writes once per turn of the loop."""
 
     def __init__(self) -> None:
@@ -82,9 +83,9 @@ class Framed(asyncio.Protocol):
             taken(stream, kind, data[start:position])
         self._tail = data[position:]
 
+    @abstractmethod
     def taken(self, stream: int, kind: int, body: bytes) -> None:
         """One frame has arrived."""
-        raise NotImplementedError
 
 
 class Worker(Framed):

@@ -93,7 +93,6 @@ class Call:
             trace=None,
             ours=True,
         )
-        self.headers: dict[str, str] = {}
         self.reply = Reply()
         self.input = Input()
         self.unreachable: Exception | None = None

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._discovery import DiscoveryBackend
     from dynamo.runtime._transports import Rejection
-    from dynamo.runtime._transports.callhome_worker import Replies
     from dynamo.runtime._transports.direct_call import DirectCall
+    from dynamo.runtime._transports.replies import Replies
     from dynamo.runtime._transports.tcp_server import RequestServer
     from dynamo.runtime._wire.callhome import RequestReceived
 

@@ -11,7 +11,7 @@ block, never await, never raise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -250,10 +250,6 @@ class IncomingCall(Protocol):
     @property
     def path(self) -> str:
         """The path it is for."""
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Its transport headers."""
 
     def decode(self) -> IncomingRequest:
         """Look into it.

@@ -11,21 +11,23 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._transports.callhome_client import (
-    callable_address,
-    encode_for,
-    overloaded,
-    remaining_ms,
-    too_large_there,
-)
 from dynamo.runtime._transports.connection import (
     Limit,
+    SharedOpening,
     SpareMemory,
     connect,
-    spawn,
+    connection_failed,
 )
 from dynamo.runtime._transports.duplex import DuplexConnection
-from dynamo.runtime._wire.callhome import too_large_text
+from dynamo.runtime._transports.outgoing import (
+    LOST_TEXT,
+    EncodesInput,
+    callable_address,
+    draining,
+    overloaded,
+    pack_request,
+    too_large_there,
+)
 from dynamo.runtime._wire.duplex import ANSWER, STARTED, WRITABLE, ClientSide
 from dynamo.runtime._wire.duplex_frames import (
     CHUNK_BYTES,
@@ -38,11 +40,8 @@ from dynamo.runtime._wire.duplex_frames import (
     QUEUED,
     REFUSED,
     REQUEST,
-    STREAMED_INPUT,
     TOO_LARGE,
     Hello,
-    RequestHead,
-    encode_request_front,
 )
 from dynamo.runtime._wire.faults import (
     error_of_unreadable,
@@ -51,16 +50,13 @@ from dynamo.runtime._wire.faults import (
 )
 from dynamo.runtime._wire.payload import (
     decode_annotated,
-    encode_value,
 )
 from dynamo.runtime.errors import (
     CallError,
     CallTimeout,
     ConnectionFailed,
-    Refused,
     RemoteProtocolError,
     RuntimeClosed,
-    StreamError,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +71,7 @@ _log = logging.getLogger("dynamo.runtime.duplex")
 
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 0.2
-LOST_TEXT = "Stream ended before generation completed"
+_CLOSED_AT_ONCE = "it was closed as soon as it stood"
 
 
 class NoDuplex(CallError):
@@ -85,7 +81,7 @@ class NoDuplex(CallError):
     retryable = True
 
 
-class _Call:
+class _Call(EncodesInput):
     """One outgoing call: a `CallHandle`, and the `InputSink` of its input."""
 
     __slots__ = (
@@ -145,10 +141,6 @@ class _Call:
     def paused(self) -> bool:
         return bool(self._stream.queue) or self._connection.paused
 
-    def encode(self, value: object) -> bytes:
-        packed = encode_value(value, "msgpack")
-        return encode_for(self._record, value, packed, StreamError)
-
     def send(self, body: bytes) -> None:
         if not self._over:
             self._connection.side.send(self._stream, INPUT, body)
@@ -206,6 +198,8 @@ class _Call:
     def on_event(self, kind: int, payload: Any) -> None:
         """Everything but items and their beginning."""
         if kind == WRITABLE:
+            if not self._acknowledged:
+                self._connection.gone_out(self)
             self.on_writable()
             return
         self._acknowledge(kind)
@@ -289,13 +283,6 @@ class _Call:
             self._events.on_lost(LOST_TEXT)
 
 
-def draining(record: EndpointRecord, text: str = "") -> Refused:
-    """The worker takes no new calls, or not this one."""
-    path = callable_address(record).path
-    text = text or f"Server unavailable: endpoint {path} is draining"
-    return Refused(f"Unavailable: {text}", instance_id=record.instance_id)
-
-
 class _WorkerConnection(DuplexConnection):
     """The client's end of a connection to one worker process."""
 
@@ -326,18 +313,10 @@ class _WorkerConnection(DuplexConnection):
             CallTimeout: its deadline has passed.
             CallError: the instance cannot read the value.
         """
-        body = request.packed
-        if body is not None:
-            body = encode_for(record, request.value, body, CallError)
         assert self.side.peer is not None
         limit = self._config.max_message_bytes
-        body_bytes = len(body or b"")
-        head = head_of(path, record.codec, request)
-        front = encode_request_front(head, body_bytes, limit)
-        size = len(front) + body_bytes
         limit_there = self.side.peer.max_message_bytes or limit
-        if size > limit_there:
-            raise too_large_there(too_large_text(size, limit_there))
+        _, front, body = pack_request(record, path, request, limit, limit_there)
         call = _Call(self, record, events, front, body)
         limit_at = self._loop.time() + self._config.request_timeout_s
         self._unacknowledged[call] = limit_at
@@ -350,6 +329,12 @@ class _WorkerConnection(DuplexConnection):
     def acknowledged(self, call: _Call) -> None:
         del self._unacknowledged[call]
 
+    def gone_out(self, call: _Call) -> None:
+        """Its request had to wait for credit: the time of the call begins now."""
+        del self._unacknowledged[call]
+        limit_at = self._loop.time() + self._config.request_timeout_s
+        self._unacknowledged[call] = limit_at
+
     def end(self, call: _Call, stream: Stream) -> None:
         """Forget a call, and tell the worker if it may know of it."""
         self._unacknowledged.pop(call, None)
@@ -358,12 +343,16 @@ class _WorkerConnection(DuplexConnection):
         self._close_if_done()
 
     def retire(self) -> None:
-        """Close when the last call has ended; those without an answer fail."""
+        """Close when the last call has ended."""
         self._retiring = True
+        self._close_if_done()
+
+    def shut_down(self) -> None:
+        """Retire; the calls that were not acknowledged fail."""
+        self.retire()
         for call in list(self._unacknowledged):
             error = RuntimeClosed("the runtime was shut down during the call")
             call.refuse(error, inhibits=False)
-        self._close_if_done()
 
     @property
     def takes_calls(self) -> bool:
@@ -385,19 +374,22 @@ class _WorkerConnection(DuplexConnection):
         self._timer = Limit(self._loop, at - self._loop.time(), self._expire)
 
     def _expire(self) -> None:
-        self._timer = None
+        assert self._timer is not None
+        unacknowledged, slack_s = self._unacknowledged, self._timer.slack_s
+        for call in unacknowledged:
+            unacknowledged[call] += slack_s
         now = self._loop.time()
-        while self._unacknowledged:
-            call, limit_at = next(iter(self._unacknowledged.items()))
+        while unacknowledged:
+            call, limit_at = next(iter(unacknowledged.items()))
             if limit_at > now:
                 self._set_timer(limit_at)
                 return
             if call.sending:
                 # Its time begins when it has gone out.
-                del self._unacknowledged[call]
-                self._unacknowledged[call] = now + self._config.request_timeout_s
-                continue
-            call.refuse(self._no_answer(), inhibits=True)
+                self.gone_out(call)
+            else:
+                call.refuse(self._no_answer(), inhibits=True)
+        self._timer = None
 
     def _no_answer(self) -> CallTimeout:
         return CallTimeout(
@@ -466,35 +458,21 @@ class _WorkerConnection(DuplexConnection):
         self._link.forget(self)
         reason = self.loss or str(error or "closed by the worker")
         if not self.greeted.done():
-            self.greeted.set_exception(self._link.failed(reason))
+            self.greeted.set_exception(connection_failed(self._link.authority, reason))
         # Nobody may be waiting for it.
         self.greeted.exception()
         never_left = self.side.never_left()
-        streams = [*self.side.streams.values(), *self.side.waiting]
         self._unacknowledged.clear()
-        for stream in dict.fromkeys(streams):
+        for stream in self.side.lost():
             left = stream not in never_left
-            failed = self._link.failed(reason, phase="ack" if left else "send")
-            failed.retryable = not left
             if stream.owner is not None:
+                failed = connection_failed(
+                    self._link.authority,
+                    reason,
+                    phase="ack" if left else "send",
+                    retryable=not left,
+                )
                 stream.owner.on_lost(failed, never_left=not left)
-
-
-def head_of(path: str, codec: str, request: CallRequest) -> RequestHead:
-    """What a request says about itself.
-
-    Raises:
-        CallTimeout: its deadline has passed.
-    """
-    return RequestHead(
-        request.call_id,
-        path,
-        request.metadata or None,
-        request.trace,
-        remaining_ms(request),
-        codec,
-        STREAMED_INPUT if request.packed is None else 0,
-    )
 
 
 class _Link:
@@ -515,17 +493,10 @@ class _Link:
         # Those that take calls, and all.
         self._ready: list[_WorkerConnection] = []
         self._connections: set[_WorkerConnection] = set()
-        self._opening: asyncio.Task[_WorkerConnection] | None = None
+        self._opening = SharedOpening(self.loop, self._open, self._on_opened)
         self._failures = 0
         self._not_before = 0.0
         self._last_failure = ""
-
-    def failed(self, reason: str, phase: str = "connect") -> ConnectionFailed:
-        return ConnectionFailed(
-            f"Unavailable: TCP connection to {self.authority} failed",
-            phase=phase,
-            facts={"address": self.authority, "reason": reason},
-        )
 
     async def connection(self, record: EndpointRecord) -> _WorkerConnection:
         """A connection that takes a call, made if there is none.
@@ -542,7 +513,7 @@ class _Link:
                 raise draining(record)
             if not connection.is_open:
                 # Lost between the turn in which it stood and this one.
-                raise self.failed("it was closed as soon as it stood")
+                raise connection_failed(self.authority, _CLOSED_AT_ONCE)
         return connection
 
     def standing(self, record: EndpointRecord) -> _WorkerConnection | None:
@@ -572,7 +543,7 @@ class _Link:
     def _open_another(self) -> None:
         """Beside the call that would have liked it."""
         if self.loop.time() >= self._not_before:
-            self._open_soon()
+            self._opening.begin()
 
     def _retired(self, connection: _WorkerConnection) -> _WorkerConnection | None:
         """One that takes no calls gives way to others."""
@@ -586,27 +557,12 @@ class _Link:
         return self._least_busy()
 
     async def _opened(self) -> _WorkerConnection:
-        """Open one connection, whatever the number of calls that want it."""
+        """One more connection, unless that has failed just now."""
         if self.loop.time() < self._not_before:
             # Nobody waits to hear what is known: another instance may take the call.
-            raise self.failed(f"{self._last_failure} (a moment ago)")
-        opening = self._open_soon()
-        await asyncio.wait((opening,))
-        if opening.cancelled():
-            raise RuntimeClosed("the runtime was shut down while connecting")
-        error = opening.exception()
-        if isinstance(error, CallError):
-            # Each caller gets an error of its own, to which its facts can be added.
-            raise type(error)(str(error), facts=dict(error.facts)) from error
-        if error is not None:
-            raise error
-        return opening.result()
-
-    def _open_soon(self) -> asyncio.Task[_WorkerConnection]:
-        if self._opening is None:
-            self._opening = spawn(self.loop, self._open())
-            self._opening.add_done_callback(self._on_opened)
-        return self._opening
+            reason = f"{self._last_failure} (a moment ago)"
+            raise connection_failed(self.authority, reason)
+        return await self._opening.connection()
 
     async def _open(self) -> _WorkerConnection:
         limit_s = self.config.connect_timeout_s
@@ -620,7 +576,8 @@ class _Link:
                 limit_s,
                 self.config.network,
             )
-        self._connections.add(connection)
+        if connection.is_open:
+            self._connections.add(connection)
         try:
             await self._greeting(connection, began + limit_s - self.loop.time())
         except BaseException:
@@ -639,10 +596,9 @@ class _Link:
             )
         connection.greeted.result()
         if not connection.is_open:
-            raise self.failed("it was closed as soon as it stood")
+            raise connection_failed(self.authority, _CLOSED_AT_ONCE)
 
     def _on_opened(self, task: asyncio.Task[_WorkerConnection]) -> None:
-        self._opening = None
         if task.cancelled():
             return
         if task.exception() is None:
@@ -672,13 +628,12 @@ class _Link:
     def unused(self) -> bool:
         """Whether nothing is lost by forgetting it."""
         waits = self._not_before > self.loop.time()
-        return self._opening is None and not self._connections and not waits
+        return not (self._opening.under_way or self._connections or waits)
 
     def close(self) -> None:
-        if self._opening is not None:
-            self._opening.cancel()
+        self._opening.cancel()
         for connection in list(self._connections):
-            connection.retire()
+            connection.shut_down()
 
     def abort(self) -> None:
         for connection in list(self._connections):
@@ -692,10 +647,15 @@ def _calls_on(connection: _WorkerConnection) -> int:
 class DuplexClientLane:
     """Calls of one runtime over the duplex lane."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        config: RuntimeConfig,
+        connecting: asyncio.Semaphore,
+    ) -> None:
         self.loop = loop
         self.config = config
-        self.connecting = asyncio.Semaphore(config.global_connect_limit)
+        self.connecting = connecting
         self.memory = SpareMemory(loop)
         self._links: dict[tuple[str, int], _Link] = {}
         # By the addresses in records, which take time to read.

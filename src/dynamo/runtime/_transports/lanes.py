@@ -7,6 +7,7 @@ the genuine lane until its record changes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,6 @@ from dynamo.runtime._transports.duplex_client import DuplexClientLane, NoDuplex
 from dynamo.runtime._transports.local import LocalLane, neighbour
 
 if TYPE_CHECKING:
-    import asyncio
-
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._transports import CallEvents, CallHandle, CallRequest
     from dynamo.runtime._transports.local import LocalServer
@@ -33,8 +32,10 @@ class Lanes:
     """The `ClientLane` of a runtime, made of the lanes it speaks."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
-        self.callhome = CallhomeClientLane(loop, config)
-        self.duplex = DuplexClientLane(loop, config)
+        # Whatever the lane, so many connections may be under way.
+        connecting = asyncio.Semaphore(config.global_connect_limit)
+        self.callhome = CallhomeClientLane(loop, config, connecting)
+        self.duplex = DuplexClientLane(loop, config, connecting)
         self.local = LocalLane(loop, config)
         self._loop = loop
         self._stays_local = LOCAL in config.lanes
