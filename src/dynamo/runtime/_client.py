@@ -515,7 +515,7 @@ class Client(Unconstructible):
             packed=packed,
             metadata=_NO_METADATA if state is None else state.metadata.copy(),
             trace=None if state is None else state.trace,
-            deadline=None if options is NO_OPTIONS else options.deadline,
+            deadline=options.limits.deadline,
         )
         call = OutgoingCall(
             self._home.loop,

@@ -190,6 +190,11 @@ class Chooser:
             Overloaded: the routable ones all asked to be left alone for a moment.
             NoInstances: there is nobody.
         """
+        if not (tried or self.withdrawn.until or self.overloaded.until):
+            # As nearly always.
+            usable = self.home.health.usable
+            if usable:
+                return usable
         free = routable = self.routable()
         if self.overloaded.until:
             free = self.overloaded.without(routable, self.now())

@@ -26,7 +26,6 @@ import errno
 import functools
 import inspect
 import logging
-import math
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from threading import get_ident
@@ -106,12 +105,6 @@ class CallOptions(msgspec.Struct, frozen=True):
     limits: Limits = NO_LIMITS
     idempotent: bool = False
     on_stream_lost: OnStreamLost | None = None
-
-    @property
-    def deadline(self) -> float | None:
-        """For the worker; None if there is none."""
-        deadline = self.limits.deadline
-        return None if deadline == math.inf else deadline
 
 
 NO_OPTIONS = CallOptions()
@@ -678,8 +671,11 @@ class OutgoingCall:
         self._watch_no_more()
 
     def on_started(self) -> None:
-        if self._watching:
+        if self._leaving is not None:
             self._watch_no_more()
+        elif self._watching:
+            self._watching = False
+            self._selection.instances.removals.pop(self, None)
         if self._clock is not None:
             self._clock.started()
             if self._over:

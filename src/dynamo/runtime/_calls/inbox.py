@@ -242,7 +242,7 @@ class Inbox:
         self._items.clear()
         self._reading.clear()
         failure = exception_of_error(
-            error_of_unreadable(f"an item that cannot be read: {error}"),
+            error_of_unreadable(f"an item that is not msgpack: {error}"),
             instance_id=self.origin,
         )
         if self._on_unreadable is None:

@@ -110,7 +110,7 @@ class AsyncResponseStream(Unconstructible):
 
     def __del__(self) -> None:
         core = getattr(self, "_core", None)
-        if core is not None:
+        if core is not None and not core.inbox.ended:
             core.dropped()
 
 

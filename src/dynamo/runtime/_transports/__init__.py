@@ -11,6 +11,7 @@ block, never await, never raise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,7 +29,7 @@ class CallRequest(msgspec.Struct, kw_only=True):
 
     ``packed`` is ``value`` in MessagePack, which nearly every instance takes; the value
     itself is there for the others.  With streamed input ``packed`` is None.  ``deadline``
-    is a `time.monotonic()` value.
+    is a `time.monotonic()` value; infinity if there is none.
     """
 
     call_id: str
@@ -36,7 +37,7 @@ class CallRequest(msgspec.Struct, kw_only=True):
     packed: bytes | None
     metadata: dict[str, str]
     trace: TraceContext | None = None
-    deadline: float | None = None
+    deadline: float = math.inf
 
 
 class Rejection(msgspec.Struct, frozen=True):

@@ -176,11 +176,12 @@ class _Call(EncodesInput):
     def on_answer(self, body: bytes | memoryview) -> None:
         """The whole answer is one item, and the first that is heard of the call."""
         plain = type(body) is bytes and self._record.codec == "msgpack"
-        if self._streamed or not plain:
+        if self._streamed or self._acknowledged or not plain:
             self._on_answer_in_steps(body)
             return
-        self._acknowledge(ANSWER)
-        self._let_go()
+        self._acknowledged = self._over = True
+        self._stream.owner = None
+        del self._connection.unacknowledged[self]
         self._events.on_answer(body)
 
     def _on_answer_in_steps(self, body: bytes | memoryview) -> None:
@@ -216,7 +217,7 @@ class _Call(EncodesInput):
         if self._acknowledged:
             return
         self._acknowledged = True
-        self._connection.acknowledged(self)
+        del self._connection.unacknowledged[self]
         if self._streamed and kind in (QUEUED, STARTED):
             # The worker has the request and does not refuse it.
             self._events.on_input_wanted(self)
@@ -294,8 +295,8 @@ class _WorkerConnection(DuplexConnection):
         self.greeted: asyncio.Future[None] = link.loop.create_future()
         self._link = link
         self._used_at = link.loop.time()
-        # In the order of their limits.
-        self._unacknowledged: dict[_Call, float] = {}
+        self.unacknowledged: dict[_Call, float] = {}
+        """The calls that have not been, and until when: in the order of these limits."""
         self._timer: Limit | None = None
         self._retiring = False
 
@@ -319,25 +320,22 @@ class _WorkerConnection(DuplexConnection):
         _, front, body = pack_request(record, path, request, limit, limit_there)
         call = _Call(self, record, events, front, body)
         limit_at = self._loop.time() + self._config.request_timeout_s
-        self._unacknowledged[call] = limit_at
+        self.unacknowledged[call] = limit_at
         if self._timer is None:
             self._set_timer(limit_at)
         if len(self.side.out) >= self.flush_at:
             self.touch()
         return call
 
-    def acknowledged(self, call: _Call) -> None:
-        del self._unacknowledged[call]
-
     def gone_out(self, call: _Call) -> None:
         """Its request had to wait for credit: the time of the call begins now."""
-        del self._unacknowledged[call]
+        del self.unacknowledged[call]
         limit_at = self._loop.time() + self._config.request_timeout_s
-        self._unacknowledged[call] = limit_at
+        self.unacknowledged[call] = limit_at
 
     def end(self, call: _Call, stream: Stream) -> None:
         """Forget a call, and tell the worker if it may know of it."""
-        self._unacknowledged.pop(call, None)
+        self.unacknowledged.pop(call, None)
         self.side.kill(stream)
         self.touch()
         self._close_if_done()
@@ -350,13 +348,14 @@ class _WorkerConnection(DuplexConnection):
     def shut_down(self) -> None:
         """Retire; the calls that were not acknowledged fail."""
         self.retire()
-        for call in list(self._unacknowledged):
+        for call in list(self.unacknowledged):
             error = RuntimeClosed("the runtime was shut down during the call")
             call.refuse(error, inhibits=False)
 
     @property
     def takes_calls(self) -> bool:
-        return self.is_open and self.side.usable
+        opened = self._transport is not None and not self._closing
+        return opened and self.side.usable
 
     @property
     def idle(self) -> bool:
@@ -375,7 +374,7 @@ class _WorkerConnection(DuplexConnection):
 
     def _expire(self) -> None:
         assert self._timer is not None
-        unacknowledged, slack_s = self._unacknowledged, self._timer.slack_s
+        unacknowledged, slack_s = self.unacknowledged, self._timer.slack_s
         for call in unacknowledged:
             unacknowledged[call] += slack_s
         now = self._loop.time()
@@ -462,7 +461,7 @@ class _WorkerConnection(DuplexConnection):
         # Nobody may be waiting for it.
         self.greeted.exception()
         never_left = self.side.never_left()
-        self._unacknowledged.clear()
+        self.unacknowledged.clear()
         for stream in self.side.lost():
             left = stream not in never_left
             if stream.owner is not None:
@@ -522,6 +521,10 @@ class _Link:
         Raises:
             Refused: the worker takes no new calls.
         """
+        ready = self._ready
+        if len(ready) == self.config.duplex_connections == 1 and ready[0].takes_calls:
+            # As nearly always.
+            return ready[0]
         connection = self._least_busy()
         if connection is not None and connection.side.going_away:
             raise draining(record)
@@ -670,7 +673,8 @@ class DuplexClientLane:
         Raises:
             CallError: it was not sent.
         """
-        address, link = self._link(record)
+        # Closed lanes have no routes.
+        address, link = self._routes.get(record.address) or self._route(record)
         connection = link.standing(record)
         if connection is None:
             return None
@@ -685,19 +689,13 @@ class DuplexClientLane:
             NoDuplex: the worker's port does not speak the lane; nothing was sent.
             CallError: it was not sent.
         """
-        address, link = self._link(record)
+        address, link = self._route(record)
         connection = await link.connection(record)
         return connection.call(record, address.path, request, events)
 
-    def _link(self, record: EndpointRecord) -> tuple[TcpAddress, _Link]:
+    def _route(self, record: EndpointRecord) -> tuple[TcpAddress, _Link]:
         if self._closed:
             raise RuntimeClosed("the runtime was shut down")
-        route = self._routes.get(record.address)
-        if route is None or record.transport_kind != "tcp":
-            route = self._new_route(record)
-        return route
-
-    def _new_route(self, record: EndpointRecord) -> tuple[TcpAddress, _Link]:
         address = callable_address(record)
         key = (address.host, address.port)
         link = self._links.get(key) or self._new_link(key, address)
@@ -720,6 +718,7 @@ class DuplexClientLane:
     async def aclose(self) -> None:
         """Make no more calls; those in progress run to their end."""
         self._closed = True
+        self._routes.clear()
         for link in list(self._links.values()):
             link.close()
 

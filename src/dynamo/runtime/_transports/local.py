@@ -73,33 +73,40 @@ class LocalServer(Protocol):
         """It will not."""
 
 
-# By host:port as in the records.  A port that is closed or forgotten is not found.
-_ports: weakref.WeakValueDictionary[str, LocalServer] = weakref.WeakValueDictionary()
+ports: dict[str, weakref.ref[LocalServer]] = {}
+"""By host:port as in the records.  A port that is closed or forgotten is not there."""
 if hasattr(os, "register_at_fork"):
     # The ports of the parent are not the child's.
-    os.register_at_fork(after_in_child=_ports.clear)
+    os.register_at_fork(after_in_child=ports.clear)
 
 
 def announce(authority: str, server: LocalServer) -> None:
     """Let runtimes of this process find the port without its socket."""
-    _ports[authority] = server
+    ports[authority] = weakref.ref(server, functools.partial(_forget, authority))
+
+
+def _forget(authority: str, gone: weakref.ref[LocalServer]) -> None:
+    """Nobody closed it; another may have taken its place since."""
+    if ports.get(authority) is gone:
+        del ports[authority]
 
 
 def withdraw(server: LocalServer) -> None:
     """The port closes: its neighbours are told what everybody is told."""
-    for authority, other in list(_ports.items()):
-        if other is server:
-            del _ports[authority]
+    for authority, other in list(ports.items()):
+        if other() is server:
+            del ports[authority]
 
 
 def neighbour(
     record: EndpointRecord, loop: asyncio.AbstractEventLoop
 ) -> LocalServer | None:
     """The port of a record, if it is one of this process on that loop."""
-    if not _ports or record.transport_kind != "tcp":
+    if not ports or record.transport_kind != "tcp":
         return None
     authority, _, _ = record.address.removeprefix("tcp://").partition("/")
-    server = _ports.get(authority)
+    known = ports.get(authority)
+    server = None if known is None else known()
     return server if server is not None and server.loop is loop else None
 
 

@@ -65,7 +65,7 @@ def remaining_ms(request: CallRequest) -> int | None:
     Raises:
         CallTimeout: nothing is left.
     """
-    if request.deadline is None:
+    if request.deadline == math.inf:
         return None
     left_s = request.deadline - time.monotonic()
     if left_s < _LEAST_LEFT_S:
@@ -145,7 +145,7 @@ def pack_request(
         CallError: the instance cannot read the value.
     """
     body = request.packed
-    if body is not None:
+    if body is not None and not (record.ours and record.codec == "msgpack"):
         body = encode_for(record, request.value, body, CallError)
     head = RequestHead(
         request.call_id,

@@ -627,12 +627,19 @@ class ClientSide(_Side):
         """Begin a call with what `encode_request_front` made, and the value."""
         assert self.peer is not None
         stream = Stream(self.peer.stream_credit, self._ours.stream_credit, _NEW)
-        if self._credit > 0:
+        size = len(front) + len(value)
+        if self._credit > 0 and size <= CHUNK_BYTES:
             self._announce(stream)
-        if len(value) > CHUNK_BYTES >= len(front):
+            # As `send` does; nothing can wait on a new stream.
+            cost = HEADER_BYTES + size
+            stream.credit -= cost
+            self._credit -= cost
+            self.out += (pack_header(size, REQUEST, stream.id), front + value)
+        elif len(value) > CHUNK_BYTES >= len(front):
+            # Without a copy.
             self._send_later(stream, REQUEST, value, front)
         else:
-            self.send(stream, REQUEST, front + value)
+            self._send_later(stream, REQUEST, front + value, b"")
         return stream
 
     @override
@@ -696,7 +703,8 @@ class ClientSide(_Side):
             self._other_message(kind, stream, body, events)
             return
         if kind == ITEM_END and stream.state != _STARTED:
-            self._last(ANSWER, stream, body, events)
+            self._forget(stream)
+            events.append((ANSWER, stream, body))
             return
         self._start(stream, events)
         if stream.items is None:
