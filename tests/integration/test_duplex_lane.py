@@ -628,7 +628,7 @@ async def test_nothing_is_left_of_thousands_of_cancelled_calls() -> None:
         await until(lambda: link.in_flight == 0)
         await until(lambda: not link.at_worker.side.streams)
         assert not link.connection.side.streams
-        assert not link.connection._unacknowledged
+        assert not link.connection.unacknowledged
         assert hush.ended == hush.running == 2000
         stream = await link.call("again")
         assert await stream.__anext__() == "again"
@@ -697,7 +697,7 @@ async def test_an_acknowledged_call_that_loses_its_connection_may_have_run() -> 
         running = await link.call("a")
         waiting = asyncio.get_running_loop().create_task(link.call("b"))
         await until(lambda: link.in_flight == 2)
-        await until(lambda: not link.connection._unacknowledged)
+        await until(lambda: not link.connection.unacknowledged)
         link.relay.break_all()
         with pytest.raises(WorkerLost) as caught:
             await within(waiting)
@@ -740,15 +740,15 @@ async def test_time_in_which_our_loop_stood_still_is_no_calls_time() -> None:
         link.relay.stall()
         loop = asyncio.get_running_loop()
         first = loop.create_task(link.items("first"))
-        await until(lambda: link.connection._unacknowledged)
+        await until(lambda: link.connection.unacknowledged)
         began = loop.time()
         await until(lambda: loop.time() - began > 0.3)
         second = loop.create_task(link.items("second"))
-        await until(lambda: len(link.connection._unacknowledged) == 2)
+        await until(lambda: len(link.connection.unacknowledged) == 2)
         time.sleep(0.8)
         with pytest.raises(CallTimeout, match="timed out"):
             await within(first)
-        assert len(link.connection._unacknowledged) == 1
+        assert len(link.connection.unacknowledged) == 1
         link.relay.flow()
         assert await within(second) == ["second"]
 
@@ -760,16 +760,16 @@ async def test_the_time_of_a_call_begins_when_its_whole_request_has_gone_out() -
         loop = asyncio.get_running_loop()
         connection = link.connection
         large = loop.create_task(link.items(bytes(600_000)))
-        await until(lambda: connection._unacknowledged)
-        (waiting,) = connection._unacknowledged
+        await until(lambda: connection.unacknowledged)
+        (waiting,) = connection.unacknowledged
         small = loop.create_task(link.items("small"))
-        await until(lambda: len(connection._unacknowledged) == 2)
-        assert next(iter(connection._unacknowledged)) is waiting
+        await until(lambda: len(connection.unacknowledged) == 2)
+        assert next(iter(connection.unacknowledged)) is waiting
         credit = encode_frame(CREDIT, waiting._stream.id, encode_number(MIB))
         connection.received(credit)
-        _, (last, limit_at) = connection._unacknowledged.items()
+        _, (last, limit_at) = connection.unacknowledged.items()
         assert last is waiting
-        assert limit_at == max(connection._unacknowledged.values())
+        assert limit_at == max(connection.unacknowledged.values())
         link.relay.flow()
         answers = await within(asyncio.gather(large, small))
         assert [len(item) for (item,) in answers] == [600_000, 5]
@@ -860,7 +860,7 @@ async def test_a_connection_at_the_end_of_its_ids_keeps_the_calls_on_it() -> Non
         link.relay.stall()
         loop = asyncio.get_running_loop()
         old = loop.create_task(link.items("old"))
-        await until(lambda: first._unacknowledged)
+        await until(lambda: first.unacknowledged)
         first.side.last_id = LAST_ID_TO_OPEN
         new = loop.create_task(link.items("new"))
         await until(lambda: link.links[0]._opening.under_way)
@@ -1110,7 +1110,7 @@ async def test_a_large_first_item_is_acknowledged_before_it_is_there() -> None:
         await link.items()
         link.relay.stall()
         calling = asyncio.get_running_loop().create_task(link.call())
-        await until(lambda: link.connection._unacknowledged)
+        await until(lambda: link.connection.unacknowledged)
         link.relay.flow()
         stream = await within(calling)
         link.connection.side.withhold(link.connection.side.streams[2])
