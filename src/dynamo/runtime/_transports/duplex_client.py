@@ -214,6 +214,7 @@ class _Call:
     def on_event(self, kind: int, payload: Any) -> None:
         """Everything but items and their beginning."""
         if kind == WRITABLE:
+            self._connection.gone_out(self)
             self.on_writable()
             return
         self._acknowledge(kind)
@@ -358,6 +359,12 @@ class _WorkerConnection(DuplexConnection):
     def acknowledged(self, call: _Call) -> None:
         del self._unacknowledged[call]
 
+    def gone_out(self, call: _Call) -> None:
+        """What waited for credit was sent; if that was the request, its time begins."""
+        if self._unacknowledged.pop(call, None) is not None:
+            limit_at = self._loop.time() + self._config.request_timeout_s
+            self._unacknowledged[call] = limit_at
+
     def end(self, call: _Call, stream: Stream) -> None:
         """Forget a call, and tell the worker if it may know of it."""
         self._unacknowledged.pop(call, None)
@@ -401,7 +408,7 @@ class _WorkerConnection(DuplexConnection):
                 self._set_timer(limit_at)
                 return
             if call.sending:
-                # Its time begins when it has gone out.
+                # Its time begins when it has gone out; see `gone_out`.
                 del self._unacknowledged[call]
                 self._unacknowledged[call] = now + self._config.request_timeout_s
                 continue
