@@ -253,10 +253,10 @@ async def test_a_worker_that_dies_before_the_stream(lane: Lane) -> None:
         link.worker._core.admission._running_limit = 1
         for _ in range(TRIES):
             running = await begin()
-            queued = asyncio.create_task(link.call("hush"))
-            await until(lambda: link.worker._core.admission._reserved == 2)
+            instance_id = link.record.instance_id
+            queued = link.client.direct("hush", instance_id, annotated=False)
             # The caller knows that it is queued.
-            await asyncio.sleep(0.01)
+            await until(lambda call=queued.call: call._reached)
             since = time.monotonic()
             cut(link)
             error = await times.error(queued, WorkerLost, since=since)
