@@ -464,6 +464,36 @@ async def test_too_large_a_request_is_refused_before_it_is_sent() -> None:
         assert link.relay.passed["up"] == passed
 
 
+async def test_what_is_too_large_for_the_worker_is_not_sent_either() -> None:
+    """It said so as the connection began; we would allow more."""
+    async with linked(echo, max_message_bytes=100_000) as link:
+        await link.items(1)
+        config = link.connection._config
+        more = dataclasses.replace(config, max_message_bytes=10_000_000)
+        link.connection._config = more
+        passed = link.relay.passed["up"]
+        with pytest.raises(MessageTooLarge, match="max: 100000 bytes"):
+            await link.call(bytes(300_000))
+        assert link.relay.passed["up"] == passed
+
+
+async def test_who_cannot_be_reached_again_is_left_alone_for_a_moment() -> None:
+    async with linked(echo) as link:
+        reached = link.relay
+        async with FaultProxy(reached.target[1]) as link.relay:
+            await link.publish()
+        reasons = []
+        # The machine may be busy, and the pauses grow.
+        for _ in range(6):
+            with pytest.raises(ConnectionFailed) as caught:
+                await link.call()
+            reasons.append(str(caught.value.facts["reason"]))
+        link.relay = reached
+    told = [reason.endswith("(a moment ago)") for reason in reasons]
+    assert told[:2] == [False, False]
+    assert any(told)
+
+
 async def test_the_worker_refuses_what_only_it_finds_too_large() -> None:
     async with linked(echo, max_message_bytes=100_000) as link:
         await link.items(1)
