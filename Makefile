@@ -36,9 +36,9 @@ conformance: setup ## the black-box suite, in the pairs ours/ours, genuine/ours,
 	@$(steps) conformance
 dist: setup     ## build wheel and sdist in dist/ and look into them
 	@$(steps) dist
-ci: setup       ## all of the above, as ./run-tests does (< 15 min)
+ci: setup       ## what ./run-tests runs: the checks above, fuzz, examples (< 15 min)
 	@$(steps) ci
-fuzz: setup     ## any bytes into every reader of the wire (DYN_FUZZ_SECONDS each)
+fuzz: setup     ## any bytes into all that reads what peers wrote (5 s each, DYN_FUZZ_SECONDS)
 	@$(steps) fuzz
 changes: setup  ## what CHANGELOG.md will say of the fragments in changes/
 	@$(steps) changes

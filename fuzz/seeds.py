@@ -1,6 +1,8 @@
-"""Good input to begin with: the golden bytes of ``tests/vectors``, by kind.
+"""Good input to begin with, by kind: golden bytes, and some of our own.
 
-Where a target reads more than the bytes of the wire, the seeds have it in front.
+The golden bytes are those of ``tests/vectors``; frames of our own lane, and some cases
+that no recording has, are made here.  Where a target reads more than the bytes of the
+wire, the seeds have it in front.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import msgspec
-
 from dynamo.runtime._sealed import override
 from dynamo.runtime._wire import (
     callhome,
@@ -108,7 +106,7 @@ def small_is_large() -> Iterator[None]:
         (framing, "_DIRECT_BYTES"): 8,
         (framing, "_FIRST_ROOM_BYTES"): 16,
         (duplex, "CHUNK_BYTES"): CHUNK_BYTES,
-        (duplex, "PART_BYTES"): CHUNK_BYTES + 4,
+        (duplex, "PART_BYTES"): duplex_frames.PART_HEAD_BYTES + CHUNK_BYTES,
     }
     usual = {(module, name): getattr(module, name) for module, name in small}
     try:
@@ -304,8 +302,11 @@ class Client(duplex.ClientSide):
         return named(self, super().filled(size))
 
 
+# The longest frame is a PART of the chunks that these targets have.
 for _side in (Worker, Client):
-    MAX_HELD_BYTES[_side] = duplex_frames.HEADER_BYTES + duplex_frames.CHUNK_BYTES
+    MAX_HELD_BYTES[_side] = (
+        duplex_frames.HEADER_BYTES + duplex_frames.PART_HEAD_BYTES + CHUNK_BYTES
+    )
 
 
 @target(
@@ -502,16 +503,26 @@ def annotated_in(data: bytes, codec: str) -> str:
         item = payload.decode_annotated(data, codec)
     except RemoteProtocolError as error:
         return str(error)[:40]
-    if item.error is not None:
-        check_error(faults.settled(item.error))
-    bare = msgspec.structs.replace(item, data=None)
-    written = msgspec.to_builtins(bare)
-    members = {name: getattr(bare, name) for name in written if name != "data"}
-    if item.error is not None and item.error.public is not None:
-        return "public part"  # any value
+    spelt = payload.error_in(item)
+    if spelt is not None:
+        check_error(faults.settled(spelt))
+        if spelt.public is not None:
+            return "public part"  # any value
+    members = members_of(item)
     raw = payload.encode_annotated(codec, has_data=False, **members)
-    require(payload.decode_annotated(raw, codec) == bare, "another envelope", bare)
-    return " ".join(members)
+    again = members_of(payload.decode_annotated(raw, codec))
+    require(again == members, "another envelope", item)
+    return " ".join(name for name, value in members.items() if value is not None)
+
+
+def members_of(item: payload.Annotated) -> dict[str, Any]:
+    """All but the data."""
+    return {
+        "id": item.id(),
+        "event": item.event(),
+        "comment": item.comments(),
+        "error": payload.error_in(item),
+    }
 
 
 @target("items_msgpack", "payload.decode_annotated")

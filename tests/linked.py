@@ -81,7 +81,7 @@ class Link:
     def pooled(self) -> int:
         """How many request connections the client has, or is making."""
         pools = self.caller._core.lane.callhome._pools._pools.values()
-        return sum(len(one._connections) + (one._opening is not None) for one in pools)
+        return sum(len(one._connections) + one._opening.under_way for one in pools)
 
     async def cut_requests(self, *, reset: bool = True) -> None:
         """Cut the pooled request connections; the client has noticed on return."""

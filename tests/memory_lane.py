@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from envelopes import received
+
 from dynamo.runtime._calls.context import ContextState
 from dynamo.runtime._calls.deadlines import Deadlines
 from dynamo.runtime._calls.egress import (
@@ -26,7 +28,6 @@ from dynamo.runtime._routing.ejection import EjectionPolicy
 from dynamo.runtime._routing.retry import RetryBudget
 from dynamo.runtime._transports import CallEvents, CallRequest
 from dynamo.runtime._wire.faults import error_of_exception
-from dynamo.runtime._wire.payload import AnnotatedItem
 from dynamo.runtime._wire.records import (
     INSTANCES,
     EndpointName,
@@ -71,7 +72,7 @@ class Opened:
         self.done.append("close")
 
     def item(self, data: object = None, size_bytes: int = 1) -> None:
-        self.events.on_items([AnnotatedItem(data=data)], size_bytes)
+        self.events.on_items([received(data)], size_bytes)
 
     def fail(self, error: BaseException) -> None:
         self.events.on_failed(error_of_exception(error))

@@ -1,4 +1,4 @@
-"""Runs every example, every Python block of the README and every command in it."""
+"""Runs every example, every how-to, and what the README has of programs and commands."""
 
 from __future__ import annotations
 
@@ -94,6 +94,8 @@ README_EXPECTED = {"./run-example": EXPECTED["hello"]}
 # How many failures of its handler an example provokes; the worker logs each.
 FAILURES = {"errors.py": 3, "typed_endpoint.py": 1, "unary.py": 1}
 README_FAILURES = (0, 1, 0)
+# How many tests a how-to has beyond those it writes out: one is made for eight places.
+HOW_TOS = {"test-your-service.md": 7, "resume-a-broken-stream.md": 0}
 LOGGED_FAILURE = re.compile(
     r"^handler \w+ of \S+ (failed$|refused a request: )", re.MULTILINE
 )
@@ -186,13 +188,19 @@ def test_readme_command_works(command: str, private: dict[str, str]):
     assert_lines_in_order(run([command], private), README_EXPECTED[command])
 
 
-def test_the_how_to_on_tests_is_a_suite_that_passes(tmp_path: Path) -> None:
-    how_to = (ROOT / "docs/how-to/test-your-service.md").read_text(encoding="utf-8")
+def test_every_how_to_is_tested():
+    found = {path.name for path in (ROOT / "docs/how-to").iterdir()}
+    assert found == set(HOW_TOS)
+
+
+@pytest.mark.parametrize("name", sorted(HOW_TOS))
+def test_how_to_is_a_suite_that_passes(name: str, tmp_path: Path) -> None:
+    how_to = (ROOT / "docs/how-to" / name).read_text(encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
     files = [text for kind, text in BLOCK.findall(how_to) if kind == "python"]
     for text in files:
-        name, _, code = text.removeprefix("# ").partition("\n")
-        with (tmp_path / name).open("a", encoding="utf-8") as file:
+        file_name, _, code = text.removeprefix("# ").partition("\n")
+        with (tmp_path / file_name).open("a", encoding="utf-8") as file:
             file.write(f"{code}\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly"]
     done = subprocess.run(
@@ -204,8 +212,7 @@ def test_the_how_to_on_tests_is_a_suite_that_passes(tmp_path: Path) -> None:
         timeout=LIMIT_S,
         check=False,
     )
-    # One of them is made for eight places.
-    tests = sum(text.count("async def test_") for text in files) + 7
+    tests = sum(text.count("async def test_") for text in files) + HOW_TOS[name]
     assert f"{tests} passed" in done.stdout, done.stdout
     assert done.returncode == 0
 

@@ -35,7 +35,7 @@ FRAMES_PER_TURN = 64
 
 
 class Framed(asyncio.Protocol):
-    """Cuts frames out of what arrives and writes once per turn of the loop."""
+    """Writes frames once per turn of the loop, and keeps the rest of what arrived."""
 
     def __init__(self) -> None:
         self._tail = b""
@@ -68,24 +68,6 @@ class Framed(asyncio.Protocol):
         self._out.clear()
         self.transport.write(data)
 
-    @override
-    def data_received(self, data: bytes) -> None:
-        if self._tail:
-            data = self._tail + data
-        position, end, unpack, taken = 0, len(data), HEADER.unpack_from, self.taken
-        while position + HEADER.size <= end:
-            length, stream, kind = unpack(data, position)
-            start = position + HEADER.size
-            if start + length > end:
-                break
-            position = start + length
-            taken(stream, kind, data[start:position])
-        self._tail = data[position:]
-
-    def taken(self, stream: int, kind: int, body: bytes) -> None:
-        """One frame has arrived."""
-        raise NotImplementedError
-
 
 class Worker(Framed):
     """Answers every kind of request."""
@@ -95,7 +77,20 @@ class Worker(Framed):
         self._tasks: set[asyncio.Task[None]] = set()
 
     @override
-    def taken(self, stream: int, kind: int, body: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
+        if self._tail:
+            data = self._tail + data
+        position, end, unpack, take = 0, len(data), HEADER.unpack_from, self._take
+        while position + HEADER.size <= end:
+            length, stream, kind = unpack(data, position)
+            start = position + HEADER.size
+            if start + length > end:
+                break
+            position = start + length
+            take(stream, kind, data[start:position])
+        self._tail = data[position:]
+
+    def _take(self, stream: int, kind: int, body: bytes) -> None:
         if kind == CALL:
             self.send(stream, END, body)
             return
@@ -167,7 +162,7 @@ class Client(Framed):
 
     @override
     def data_received(self, data: bytes) -> None:
-        # The loop of the base class with no call per frame: a floor must be low.
+        # The loop of the worker with no call per frame: a floor must be low.
         if self._tail:
             data = self._tail + data
         position, end, size, unpack = 0, len(data), HEADER.size, HEADER.unpack_from

@@ -281,7 +281,7 @@ async def test_calls_cut_short_at_random_moments_leave_all_counts_at_zero(
                 "places": admission._reserved,
                 "turns": admission._running,
                 "waiting": len(admission._waiting),
-                "limits": len(pair.client._home.deadlines._watched),
+                "limits": len(pair.client._home.deadlines.watched),
             }
 
         with contextlib.suppress(AssertionError):  # told better below

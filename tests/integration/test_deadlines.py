@@ -102,7 +102,7 @@ async def test_limits_that_do_not_pass_change_nothing(each_lane: str):
     limits = {"timeout": 60, "first_item_timeout": 30, "idle_timeout": 20}
     async with served(count) as pair:
         assert await pair.items(500, **limits) == list(range(500))
-        assert not pair.client._home.deadlines._watched
+        assert not pair.client._home.deadlines.watched
 
 
 async def test_the_limits_of_the_configuration_hold_for_calls_that_name_none(

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -24,11 +25,13 @@ from raw_peers import (
 from dynamo.runtime import Client, Context, DistributedRuntime
 from dynamo.runtime._calls.streams import ResponseSender
 from dynamo.runtime._discovery.memory import MemoryStore
+from dynamo.runtime._transports import CallRequest, duplex_client, request_pool
 from dynamo.runtime._transports.duplex_client import _Link, _WorkerConnection
 from dynamo.runtime._transports.duplex_worker import DuplexWorkerConnection
 from dynamo.runtime._wire.duplex import LAST_ID_TO_OPEN, ClientSide
 from dynamo.runtime._wire.duplex_frames import (
     CONNECTION_CREDIT,
+    CREDIT,
     HELLO,
     PREFACE,
     REQUEST,
@@ -36,6 +39,7 @@ from dynamo.runtime._wire.duplex_frames import (
     RequestHead,
     encode_frame,
     encode_hello,
+    encode_number,
     encode_request_front,
 )
 from dynamo.runtime._wire.records import (
@@ -657,7 +661,7 @@ async def test_nothing_is_left_of_thousands_of_cancelled_calls() -> None:
         await until(lambda: link.in_flight == 0)
         await until(lambda: not link.at_worker.side.streams)
         assert not link.connection.side.streams
-        assert not link.connection._unacknowledged
+        assert not link.connection.unacknowledged
         assert hush.ended == hush.running == 2000
         stream = await link.call("again")
         assert await stream.__anext__() == "again"
@@ -726,7 +730,7 @@ async def test_an_acknowledged_call_that_loses_its_connection_may_have_run() -> 
         running = await link.call("a")
         waiting = asyncio.get_running_loop().create_task(link.call("b"))
         await until(lambda: link.in_flight == 2)
-        await until(lambda: not link.connection._unacknowledged)
+        await until(lambda: not link.connection.unacknowledged)
         link.relay.break_all()
         with pytest.raises(WorkerLost) as caught:
             await within(waiting)
@@ -767,8 +771,8 @@ async def test_the_time_of_a_large_request_begins_when_it_has_gone_out() -> None
         assert await link.items("warm") == [4]
         link.relay.stall()
         call = asyncio.create_task(link.items(bytes(8 * MIB)))
-        await until(lambda: link.connection._unacknowledged)
-        (sent,) = link.connection._unacknowledged
+        await until(lambda: link.connection.unacknowledged)
+        (sent,) = link.connection.unacknowledged
         await hold(1.7 * limit_s)
         assert sent.sending
         link.relay.flow()
@@ -791,6 +795,48 @@ async def test_an_unacknowledged_call_fails_in_time_and_the_worker_is_told() -> 
         link.relay.flow()
         await until(lambda: hush.running == hush.ended)
         await until(lambda: link.in_flight == 0)
+
+
+async def test_time_in_which_our_loop_stood_still_is_no_calls_time() -> None:
+    """Also of the calls that were made after the one whose limit is looked at."""
+    async with linked(echo, request_timeout_s=0.6) as link:
+        assert await link.items("warm") == ["warm"]
+        link.relay.stall()
+        loop = asyncio.get_running_loop()
+        first = loop.create_task(link.items("first"))
+        await until(lambda: link.connection.unacknowledged)
+        began = loop.time()
+        await until(lambda: loop.time() - began > 0.3)
+        second = loop.create_task(link.items("second"))
+        await until(lambda: len(link.connection.unacknowledged) == 2)
+        time.sleep(0.8)
+        with pytest.raises(CallTimeout, match="timed out"):
+            await within(first)
+        assert len(link.connection.unacknowledged) == 1
+        link.relay.flow()
+        assert await within(second) == ["second"]
+
+
+async def test_the_time_of_a_call_begins_when_its_whole_request_has_gone_out() -> None:
+    async with linked(echo) as link:
+        assert await link.items("warm") == ["warm"]
+        link.relay.stall()
+        loop = asyncio.get_running_loop()
+        connection = link.connection
+        large = loop.create_task(link.items(bytes(600_000)))
+        await until(lambda: connection.unacknowledged)
+        (waiting,) = connection.unacknowledged
+        small = loop.create_task(link.items("small"))
+        await until(lambda: len(connection.unacknowledged) == 2)
+        assert next(iter(connection.unacknowledged)) is waiting
+        credit = encode_frame(CREDIT, waiting._stream.id, encode_number(MIB))
+        connection.received(credit)
+        _, (last, limit_at) = connection.unacknowledged.items()
+        assert last is waiting
+        assert limit_at == max(connection.unacknowledged.values())
+        link.relay.flow()
+        answers = await within(asyncio.gather(large, small))
+        assert [len(item) for (item,) in answers] == [600_000, 5]
 
 
 async def test_a_silent_peer_is_dead_after_a_while_on_both_sides() -> None:
@@ -869,6 +915,22 @@ async def test_a_connection_at_the_end_of_its_ids_gives_way_to_another() -> None
         old.cancel()
         await until(lambda: not first.is_open)
         new.cancel()
+
+
+async def test_a_connection_at_the_end_of_its_ids_keeps_the_calls_on_it() -> None:
+    async with linked(echo) as link:
+        assert await link.items("warm") == ["warm"]
+        first = link.connection
+        link.relay.stall()
+        loop = asyncio.get_running_loop()
+        old = loop.create_task(link.items("old"))
+        await until(lambda: first.unacknowledged)
+        first.side.last_id = LAST_ID_TO_OPEN
+        new = loop.create_task(link.items("new"))
+        await until(lambda: link.links[0]._opening.under_way)
+        link.relay.flow()
+        assert await within(asyncio.gather(old, new)) == [["old"], ["new"]]
+        await until(lambda: not first.is_open)
 
 
 # ---------------------------------------------------------------------- choosing a lane
@@ -975,6 +1037,58 @@ async def test_a_connection_lost_in_the_turn_in_which_it_stood_fails_the_call_at
         assert "as soon as it stood" in str(caught.value.facts["reason"])
 
 
+async def test_a_connection_lost_before_it_is_known_to_stand_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = duplex_client.connect
+
+    async def lost_before(*args: Any) -> Any:
+        connection: Any = await original(*args)
+        connection.abort()
+        await until(lambda: connection._transport is None)
+        return connection
+
+    async with linked(echo) as link:
+        with monkeypatch.context() as patch:
+            patch.setattr(duplex_client, "connect", lost_before)
+            with pytest.raises(ConnectionFailed):
+                await within(link.call())
+        assert link.connections == 0
+        assert await link.items(1) == [1]
+
+
+async def test_the_limit_of_connections_under_way_is_one_for_all_lanes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    under_way = most = 0
+    go_on = asyncio.Event()
+
+    async def connect(*args: Any) -> Any:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await go_on.wait()
+        under_way -= 1
+        raise ConnectionFailed("nobody is there")
+
+    for module in (duplex_client, request_pool):
+        monkeypatch.setattr(module, "connect", connect)
+    async with linked(echo, global_connect_limit=1) as link:
+        lane = link.caller._core.lane
+        request = CallRequest(call_id="id", value=1, packed=b"\x01", metadata={})
+        loop = asyncio.get_running_loop()
+        calls = [
+            loop.create_task(one.open(link.record, request, Mock()))
+            for one in (lane.duplex, lane.callhome)
+        ]
+        await until(lambda: lane.duplex.connecting._waiters)
+        assert under_way == 1
+        go_on.set()
+        errors = await within(asyncio.gather(*calls, return_exceptions=True))
+        assert [type(error) for error in errors] == [ConnectionFailed] * 2
+        assert most == 1
+
+
 # ----------------------------------------------------------------------------- draining
 
 
@@ -1037,6 +1151,21 @@ async def test_a_drain_does_not_wait_for_ever_for_a_reader_that_stalls(
             await read_all(stream)
 
 
+async def test_a_drain_does_not_wait_for_a_reader_that_has_gone() -> None:
+    async with linked(push_large, drain_timeout_s=60.0) as link:
+        stream = await link.call()
+        link.connection.side.withhold(link.connection.side.streams[1])
+        await until(lambda: link.in_flight == 0)
+        assert link.at_worker.side.waiting
+        link.worker.shutdown()
+        await until(lambda: link.connection.side.going_away)
+        assert not link.serving.done()
+        link.relay.break_all()
+        await within(link.serving)
+        with pytest.raises(StreamBroken):
+            await read_all(stream)
+
+
 async def test_a_large_first_item_is_acknowledged_before_it_is_there() -> None:
     async def large(request: Any) -> AsyncIterator[Any]:
         yield bytes(3_000_000)
@@ -1045,7 +1174,7 @@ async def test_a_large_first_item_is_acknowledged_before_it_is_there() -> None:
         await link.items()
         link.relay.stall()
         calling = asyncio.get_running_loop().create_task(link.call())
-        await until(lambda: link.connection._unacknowledged)
+        await until(lambda: link.connection.unacknowledged)
         link.relay.flow()
         stream = await within(calling)
         link.connection.side.withhold(link.connection.side.streams[2])
@@ -1219,7 +1348,7 @@ async def test_no_call_waits_for_a_further_connection_or_fails_with_it() -> None
         link.relay.cut = Cut(up=0, how="silent")
         streams += [await within(link.call("b"), 0.2 * 0.9)]
         await until(lambda: link.relay.accepted == 2)
-        await until(lambda: link.links[0]._opening is None)
+        await until(lambda: not link.links[0]._opening.under_way)
         assert link.ready == 1
         link.relay.cut = Cut()
         streams += [await link.call("c")]

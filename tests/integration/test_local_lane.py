@@ -134,12 +134,12 @@ async def test_a_worker_on_another_loop_of_the_process_is_called_over_sockets() 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 async def test_a_forked_child_finds_no_port_of_its_parent() -> None:
     async with served(echo):
-        assert len(local._ports) == 1
+        assert len(local.ports) == 1
         child = os.fork()
         if child == 0:
-            os._exit(len(local._ports))
+            os._exit(len(local.ports))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert len(local._ports) == 1
+        assert len(local.ports) == 1
 
 
 async def test_a_port_that_is_closed_is_not_found_any_more() -> None:
@@ -150,7 +150,7 @@ async def test_a_port_that_is_closed_is_not_found_any_more() -> None:
         with pytest.raises(ConnectionFailed) as caught:
             await pair.caller._core.lane.open(record, request, None)  # type: ignore[arg-type]
         assert caught.value.retryable
-    assert not local._ports
+    assert not local.ports
 
 
 # ------------------------------------------------------------------ nothing is shared

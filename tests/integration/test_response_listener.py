@@ -1211,7 +1211,9 @@ async def test_a_shutdown_ends_a_call_that_is_connecting(cluster: Cluster) -> No
         await until(cluster.client.instance_ids)
         call = cluster.call()
         await until(
-            lambda: any(p._opening for p in cluster.lane._pools._pools.values())
+            lambda: any(
+                p._opening.under_way for p in cluster.lane._pools._pools.values()
+            )
         )
         await shut_down(cluster.runtime)
         with pytest.raises(RuntimeClosed):

@@ -17,10 +17,10 @@ ONE, TWO = Member(1), Member(2)
 
 def test_each_is_avoided_until_a_time_of_its_own() -> None:
     avoided: Avoided[Member] = Avoided()
-    assert not avoided
+    assert not avoided.until
     avoided.add(ONE, 5.0, "bye", 0.0)
     avoided.add(TWO, 8.0, "later", 3.0)
-    assert avoided
+    assert avoided.until
     assert avoided.without((ONE, TWO), 4.9) == []
     assert avoided.without((ONE, TWO), 5.0) == [ONE]
     assert avoided.next_end_s(4.0) == pytest.approx(1.0)
@@ -34,7 +34,7 @@ def test_each_is_avoided_until_a_time_of_its_own() -> None:
 def test_for_no_time_is_not_avoided() -> None:
     avoided: Avoided[Member] = Avoided()
     avoided.add(ONE, 3.0, "bye", 3.0)
-    assert not avoided
+    assert not avoided.until
     assert list(avoided.without((ONE,), 3.0)) == [ONE]
     assert avoided.next_end_s(3.0) is None
 
@@ -52,7 +52,7 @@ def test_instances_that_never_come_back_are_forgotten() -> None:
     for number in range(1000):
         avoided.add(Member(number), 5.0, "bye", 0.0)
     avoided.add(Member(5000), 9.0, "bye", 6.0)
-    assert len(avoided._until) == 1
+    assert len(avoided.until) == 1
 
 
 def test_once_all_are_back_nobody_is_asked_about_again() -> None:
@@ -61,6 +61,6 @@ def test_once_all_are_back_nobody_is_asked_about_again() -> None:
     avoided.add(TWO, 5.0, "bye", 0.0)
     members = (ONE, TWO)
     assert avoided.without(members, 7.9) == [TWO]
-    assert avoided
+    assert avoided.until
     assert avoided.without(members, 8.0) is members
-    assert not avoided
+    assert not avoided.until

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from envelopes import received, seen
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ from dynamo.runtime._wire.callhome import (
     encode_request_payload,
 )
 from dynamo.runtime._wire.faults import ErrorObject, error_of_refusal
-from dynamo.runtime._wire.payload import AnnotatedItem, encode_annotated, encode_value
+from dynamo.runtime._wire.payload import encode_annotated, encode_value
 from dynamo.runtime._wire.two_part import TwoPart, TwoPartReader, encode_two_part
 from dynamo.runtime.errors import MessageTooLarge, RemoteProtocolError
 
@@ -510,10 +511,10 @@ def body(codec: str, members: object) -> TwoPart:
 class TestStream:
     def test_good_stream(self, codec: str) -> None:
         receiver = receiver_of(codec)
-        assert receiver.receive(item(codec, {"a": [1]})) == AnnotatedItem({"a": [1]})
-        assert receiver.receive(item(codec, None, event="note")) == AnnotatedItem(
-            event="note"
-        )
+        first = receiver.receive(item(codec, {"a": [1]}))
+        assert seen(first) == seen(received({"a": [1]}))
+        second = receiver.receive(item(codec, None, event="note"))
+        assert seen(second) == seen(received(event="note"))
         assert receiver.receive(frame_of(PROBE)) is None
         assert not receiver.complete
         assert receiver.receive(final(codec)) == StreamEnded()
@@ -539,7 +540,7 @@ class TestStream:
     ) -> None:
         receiver = receiver_of(codec)
         last = body(codec, {"data": {"data": 5}, "complete_final": True})
-        assert receiver.receive(last) == AnnotatedItem(5)
+        assert seen(receiver.receive(last)) == seen(received(5))
         assert receiver.complete
         if by_sentinel:
             assert receiver.receive(frame_of(SENTINEL)) == StreamEnded()
@@ -578,7 +579,7 @@ class TestStream:
 
     def test_after_a_stop_the_end_of_file_is_the_end(self, codec: str) -> None:
         receiver = receiver_of(codec, stopped=True)
-        assert receiver.receive(item(codec)) == AnnotatedItem(1)
+        assert seen(receiver.receive(item(codec))) == seen(received(1))
         assert receiver.receive_eof() == StreamEnded()
         receiver = receiver_of(codec, stopped=True)
         assert receiver.receive(frame_of(SENTINEL)) == StreamEnded()
@@ -673,11 +674,12 @@ class TestStream:
     def test_error_object_without_error_event_is_no_error(self, codec: str) -> None:
         sent = ErrorObject("Unknown", message="m")
         event = receiver_of(codec).receive(item(codec, 1, event="note", error=sent))
-        assert event == AnnotatedItem(1, event="note", error=sent)
+        assert seen(event) == seen(received(1, event="note", error=sent))
 
     def test_unknown_members_are_ignored(self, codec: str) -> None:
         members = {"complete_final": False, "data": {"data": 1, "z": 2}, "z": [3]}
-        assert receiver_of(codec).receive(body(codec, members)) == AnnotatedItem(1)
+        event = receiver_of(codec).receive(body(codec, members))
+        assert seen(event) == seen(received(1))
 
 
 def test_worker_and_client_agree_over_any_split() -> None:
@@ -701,11 +703,9 @@ def test_worker_and_client_agree_over_any_split() -> None:
         assert decode_handshake(frames[0]).subject == "s"
         receiver = ResponseReceiver(codec)
         events = [receiver.receive(frame) for frame in frames[1:]]
-        assert [event for event in events if event is not None] == [
-            PrologueReceived(None, None),
-            *map(AnnotatedItem, values),
-            StreamEnded(),
-        ]
+        first, *items, last = [event for event in events if event is not None]
+        assert (first, last) == (PrologueReceived(None, None), StreamEnded())
+        assert [seen(one)[0] for one in items] == values
 
     agree()
 

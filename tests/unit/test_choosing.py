@@ -74,6 +74,7 @@ class World:
         self.lane = MemoryLane()
         self.backend = MemoryBackend()
         self.calls: list[tuple[asyncio.Future[AsyncResponseStream], Context]] = []
+        self.started: set[Opened] = set()
         self.over: set[Opened] = set()
 
     async def open(self) -> None:
@@ -111,6 +112,7 @@ class World:
         if behaviour == "starts":
             opened.events.on_reached()
             opened.events.on_started()
+            self.started.add(opened)
             return
         self.over.add(opened)
         if behaviour == "lost":
@@ -134,11 +136,16 @@ class World:
 
     @property
     def open_calls(self) -> list[Opened]:
-        """What the workers have and nobody has ended."""
+        """What the workers have and nobody has ended.
+
+        A call that is stopped before it starts is over for its caller.
+        """
         return [
             one
             for one in self.lane.opened
-            if one not in self.over and "kill" not in one.done
+            if one not in self.over
+            and "kill" not in one.done
+            and (one in self.started or "stop" not in one.done)
         ]
 
     def worker_ends(self, kind: str, which: int) -> None:

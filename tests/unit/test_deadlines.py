@@ -79,7 +79,7 @@ async def test_what_was_forgotten_is_not_looked_at(deadlines: Deadlines):
     gone, other = Thing(0.01), Thing(0.02)
     deadlines.watch(gone)
     deadlines.watch(other)
-    deadlines.forget(gone)
+    deadlines.watched.discard(gone)
     await seen(other)
     assert gone.looked_at == []
 
@@ -91,7 +91,7 @@ async def test_one_that_another_ended_is_not_looked_at(deadlines: Deadlines):
 
         def look(now: float, thing: Thing = thing) -> None:
             for one in things:
-                deadlines.forget(one)
+                deadlines.watched.discard(one)
             thing.seen.set()
 
         thing.look = look  # type: ignore[method-assign]
@@ -121,7 +121,7 @@ async def test_calls_that_end_in_time_share_one_timer():
     for _ in range(1000):
         thing = Thing(60)
         deadlines.watch(thing)
-        deadlines.forget(thing)
+        deadlines.watched.discard(thing)
     assert loop.count == 1
 
 
@@ -139,7 +139,7 @@ async def test_nothing_is_kept_after_the_last_one_went():
     deadlines = Deadlines(asyncio.get_running_loop())
     thing = Thing(60)
     deadlines.watch(thing)
-    deadlines.forget(thing)
+    deadlines.watched.discard(thing)
     gone = [weakref.ref(deadlines), weakref.ref(thing)]
     del deadlines, thing
     assert [one() for one in gone] == [None, None]
@@ -151,7 +151,7 @@ async def test_calls_one_after_the_other_need_no_timer_each():
     for _ in range(100):
         thing = Thing(60)
         deadlines.watch(thing)
-        deadlines.forget(thing)
+        deadlines.watched.discard(thing)
     assert loop.count == 1
     thing = Thing(0.02)
     deadlines.watch(thing)
@@ -208,17 +208,14 @@ class Played:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
         self.now = 1000.0
         self.passed: list[tuple[str, float]] = []
-        self.watched = 0
+        self.watched = set[CallClock]()
         monkeypatch.setattr(
             "dynamo.runtime._calls.deadlines.time.monotonic", lambda: self.now
         )
         self.clock = CallClock(self, limits, self._expired)  # type: ignore[arg-type]
 
     def watch(self, one: CallClock) -> None:
-        self.watched += 1
-
-    def forget(self, one: CallClock) -> None:
-        self.watched = 0
+        self.watched.add(one)
 
     def _expired(self, limit: str, seconds: float) -> None:
         self.passed.append((limit, seconds))
@@ -299,9 +296,9 @@ def test_the_whole_call_counts_on_while_another_worker_continues(
     call = Played(monkeypatch, limits)
     call.clock.started()
     assert call.at(2.1) == "idle_timeout"
-    call.watched = 0
+    call.watched.clear()
     call.clock.detached()
-    assert call.watched == 1, "the deadline is earlier than what was due"
+    assert call.watched, "the deadline is earlier than what was due"
     call.clock.check()
     call.clock.started()
     # The next idle moment, 4.1, comes after the deadline.
@@ -322,9 +319,9 @@ def test_who_continues_meets_a_reader_that_is_not_behind(
 
 def test_a_call_that_is_over_is_watched_no_more(monkeypatch: pytest.MonkeyPatch):
     call = Played(monkeypatch, Limits(1001.0, "timeout", 1.0))
-    assert call.watched == 1
+    assert call.watched == {call.clock}
     call.clock.stop()
-    assert call.watched == 0
+    assert not call.watched
 
 
 # ------------------------------------------------------------------- numbers and texts

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reads import read
 
+from dynamo.runtime._sealed import override
 from dynamo.runtime._wire.callhome import MAX_CONTROL_BYTES
 from dynamo.runtime._wire.duplex import (
     ANSWER,
@@ -59,9 +60,11 @@ from dynamo.runtime._wire.duplex_frames import (
     encode_number,
     encode_refusal,
     encode_request_front,
+    pack_header,
     unpack_header,
 )
 from dynamo.runtime._wire.faults import error_of_exception
+from dynamo.runtime._wire.framing import Memory
 from dynamo.runtime.errors import MessageTooLarge, RemoteProtocolError
 
 PLAIN = Hello()
@@ -491,6 +494,37 @@ def test_a_request_over_the_limit_is_refused_and_the_connection_goes_on(
     pair.call()
 
 
+def test_no_room_is_made_for_a_request_over_the_limit() -> None:
+    class NoMemory(Memory):
+        @override
+        def take(self, total: int) -> bytearray:
+            raise AssertionError(f"room for {total} bytes")
+
+    worker = WorkerSide(Hello(max_message_bytes=4096), NoMemory())
+    worker.feed(encode_frame(HELLO, 0, encode_hello(PLAIN)))
+    taken(worker)
+    credit = worker._room
+    frame = encode_frame(PART, 1, part(1 << 30))
+    assert fed(worker, frame) == []
+    assert [(kind, number) for kind, number, _ in frames_in(taken(worker))] == [
+        (REFUSED, 1)
+    ]
+    assert worker._room == credit - len(frame)
+    assert not worker.streams
+
+
+def test_no_id_or_trace_is_longer_than_call_home_carries() -> None:
+    most = "\x01" * 8100
+    request(head=RequestHead(most, "path", trace=(most[:40], None, None)))
+    for head in (
+        RequestHead("i" * 70_000, "path"),
+        RequestHead("id", "path", trace=("00-x", "s" * 70_000, None)),
+    ):
+        with pytest.raises(MessageTooLarge, match="headers of 70"):
+            request(head=head)
+    request(head=RequestHead("i" * 60_000, "path"))
+
+
 def test_the_sender_refuses_what_is_too_large() -> None:
     exact = len(b"".join(request(bytes(1000))))
     request(bytes(1000), limit=exact)
@@ -541,6 +575,27 @@ def test_streams_that_wait_for_the_connections_credit_take_turns() -> None:
     ]
     assert len(turns) > 6
     assert turns == ([1, 2, 3] * len(turns))[: len(turns)]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("cut", [0, 100])
+def test_the_last_frame_of_a_stream_brings_it_no_more_credit(
+    chunks: int, cut: int
+) -> None:
+    pair = Pair(client=Hello(stream_credit=1000))
+    _, there = pair.call()
+    pair.worker.send(there, ITEM, bytes(chunks * CHUNK_BYTES))
+    pair.worker.finish(there)
+    given: list[tuple[int, int]] = []
+    while pair.worker.out:
+        data = taken(pair.worker)
+        for piece in (data[:cut], data[cut:]):
+            fed(pair.client, piece)
+        said = taken(pair.client)
+        given += [(kind, number) for kind, number, _ in frames_in(said)]
+        fed(pair.worker, said)
+    assert given == [(CREDIT, 1)] * (chunks - 1)
+    assert not pair.client.streams
 
 
 @pytest.mark.slow
@@ -675,6 +730,21 @@ def test_what_was_never_handed_to_the_socket_is_known() -> None:
     assert ClientSide(Hello()).never_left() == set()
 
 
+def test_nothing_waits_on_a_connection_that_is_lost() -> None:
+    pair = Pair(worker=Hello(stream_credit=1000, connection_credit=2000))
+    here, there = pair.call()
+    pair.worker.send(there, ITEM, bytes(600_000))
+    partly = pair.client.open(*request(bytes(300_000)))
+    never = pair.client.open(*request())
+    assert (never.id, bool(there.queue)) == (0, True)
+    assert pair.client.lost() == [here, partly, never]
+    assert pair.worker.lost() == [there]
+    for side in (pair.client, pair.worker):
+        assert not side.streams
+        assert not side.waiting
+    assert not any(one.queue for one in (there, partly, never))
+
+
 # ----------------------------------------------------------------------- out of place
 
 
@@ -721,6 +791,8 @@ FROM_WORKER = {
     "CREDIT of five bytes": (opened, CREDIT, 0, b"12345"),
     "PING with nine bytes": (opened, PING, 0, b"123456789"),
     "PING of a stream": (opened, PING, 1, b""),
+    "PONG with nine bytes": (opened, PONG, 0, b"123456789"),
+    "PONG of a stream": (opened, PONG, 1, b""),
     "END with a payload": (opened, END, 1, b"x"),
     "a type that must be understood": (opened, 0x7F, 0, b""),
     "an error that is unreadable": (opened, ERROR, 1, b"\xc1"),
@@ -839,9 +911,15 @@ def test_nothing_may_come_before_hello(kind: int) -> None:
         WorkerSide(Hello()).feed(encode_frame(kind, 1))
 
 
-def test_a_frame_over_the_limit_breaks_the_protocol_at_once() -> None:
-    with pytest.raises(RemoteProtocolError, match=f"over the limit of {PART_BYTES}"):
-        opened().client.feed(encode_frame(ITEM, 1, bytes(CHUNK_BYTES + 5))[:9])
+@pytest.mark.parametrize(
+    ("kind", "limit"), [(ITEM, CHUNK_BYTES), (PING, CHUNK_BYTES), (PART, PART_BYTES)]
+)
+def test_a_frame_over_the_limit_breaks_the_protocol_at_once(
+    kind: int, limit: int
+) -> None:
+    assert fed(opened().client, pack_header(limit, kind, 1)) == []
+    with pytest.raises(RemoteProtocolError, match=f"over its limit of {limit}"):
+        opened().client.feed(pack_header(limit + 1, kind, 1))
 
 
 def test_types_of_later_versions_are_skipped() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import logging
@@ -11,12 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from envelopes import received
 from memory_lane import Opened, World, silent, started
 
 from dynamo.runtime._calls import egress
 from dynamo.runtime._calls.context import ContextState
-from dynamo.runtime._calls.streams import Annotated, AsyncResponseStream
-from dynamo.runtime._wire.payload import AnnotatedItem
+from dynamo.runtime._calls.deadlines import Limits
+from dynamo.runtime._calls.egress import CallOptions
+from dynamo.runtime._calls.streams import AsyncResponseStream
+from dynamo.runtime._wire.payload import Annotated
 from dynamo.runtime.errors import (
     CallError,
     ConnectionFailed,
@@ -74,7 +78,7 @@ async def test_items_are_delivered_and_the_call_is_counted_until_its_end(world: 
 
 async def test_annotated_items_come_with_their_envelope_also_without_data(world: World):
     stream, opened = await world.stream(annotated=True)
-    opened.events.on_items([AnnotatedItem(event="e")], 1)
+    opened.events.on_items([received(event="e")], 1)
     opened.events.on_ended()
     (item,) = await read(stream)
     assert type(item) is Annotated
@@ -394,6 +398,44 @@ async def test_dropping_in_another_thread_kills_the_call(world: World):
     thread.start()
     thread.join(LIMIT_S)
     await until(lambda: opened.done == ["kill"])
+
+
+@pytest.mark.parametrize("rest", ["read", "left"])
+@pytest.mark.parametrize("end", ["ended", "answered", "failed", "cancelled"])
+async def test_a_call_that_is_over_leaves_nothing_to_the_collector(
+    world: World, end: str, rest: str
+):
+    """Thousands of calls a second would keep it busy otherwise."""
+
+    async def call() -> None:
+        stream, opened = await world.stream(options=CallOptions(Limits(timeout_s=9.0)))
+        if end == "answered":
+            opened.events.on_answer(received(1))
+        else:
+            opened.item(1)
+        if end == "ended":
+            opened.events.on_ended()
+        elif end == "failed":
+            opened.fail(ValueError("no"))
+        elif end == "cancelled":
+            stream.cancel()
+        world.lane.opened.clear()
+        with contextlib.suppress(RemoteError):
+            while rest == "read":
+                await anext(stream)
+
+    with contextlib.suppress(StopAsyncIteration):
+        await call()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with contextlib.suppress(StopAsyncIteration):
+                await call()
+        await asyncio.sleep(0)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 async def test_dropping_in_a_collected_cycle_kills_the_call(world: World):

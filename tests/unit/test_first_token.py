@@ -13,7 +13,7 @@ import pytest
 from dynamo._core import WorkerType
 from dynamo.runtime import Client, Context, DistributedRuntime
 from dynamo.runtime._calls.first_token import FirstToken, FirstTokenSource
-from dynamo.runtime._calls.streams import Annotated
+from dynamo.runtime._wire.payload import Annotated
 
 LIMIT_S = 5.0
 

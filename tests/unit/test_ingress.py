@@ -93,7 +93,6 @@ class Call:
             trace=None,
             ours=True,
         )
-        self.headers: dict[str, str] = {}
         self.reply = Reply()
         self.input = Input()
         self.unreachable: Exception | None = None
@@ -1244,7 +1243,7 @@ async def test_a_call_that_ends_in_time_is_watched_no_more(worker: Worker):
 
     endpoint = worker.serve(handler)
     assert await worker.answer(limited(60)) == ["start", "request", "finish"]
-    assert not endpoint.deadlines._watched
+    assert not endpoint.deadlines.watched
 
 
 async def test_what_a_handler_starts_has_its_deadline(worker: Worker):

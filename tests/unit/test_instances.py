@@ -153,16 +153,24 @@ async def test_subscribers_are_called_after_each_batch(cluster: Cluster) -> None
     assert seen == [[1], []]
 
 
+class Watcher:
+    def __init__(self, told: list[int], number: int) -> None:
+        self._told = told
+        self._number = number
+
+    def on_removed(self) -> None:
+        self._told.append(self._number)
+
+
 async def test_a_removal_is_told_once(cluster: Cluster) -> None:
     await cluster.put(record(1))
     await cluster.put(record(2))
     view = await cluster.open()
     told: list[int] = []
-    view.watch_removal(1, lambda: told.append(1))
-    forgotten = lambda: told.append(2)  # noqa: E731 - one object for both calls
+    view.watch_removal(1, Watcher(told, 1))
+    forgotten = Watcher(told, 2)
     view.watch_removal(2, forgotten)
-    for _ in range(2):
-        view.forget_removal(forgotten)
+    del view.removals[forgotten]
     await cluster.delete(record(2).key)
     await cluster.put(record(1, "127.0.0.1:2/x"))
     assert told == [], "a replaced record has not left"
@@ -175,7 +183,7 @@ async def test_a_removal_is_told_once(cluster: Cluster) -> None:
 async def test_a_removal_before_the_watch_is_told_too(cluster: Cluster) -> None:
     view = await cluster.open()
     told: list[int] = []
-    view.watch_removal(1, lambda: told.append(1))
+    view.watch_removal(1, Watcher(told, 1))
     assert told == []
     await asyncio.sleep(0)
     assert told == [1]

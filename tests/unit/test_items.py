@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from envelopes import received
 
 from dynamo.runtime._calls.items import ItemError, encode_item
-from dynamo.runtime._calls.streams import Annotated
-from dynamo.runtime._wire.payload import AnnotatedItem
+from dynamo.runtime._wire.payload import Annotated
 
 CODECS = ("msgpack", "json")
 
@@ -45,7 +45,7 @@ class Marked(dict):
         ({"_dynamo_annotated": True}, {}),
         (Annotated({"x": 1}), {"data": {"x": 1}}),
         (
-            Annotated._of(AnnotatedItem(event="e", id="i", comment=["c"])),
+            received(event="e", id="i", comment=["c"]),
             {"id": "i", "event": "e", "comment": ["c"]},
         ),
     ],

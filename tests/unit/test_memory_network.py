@@ -111,6 +111,18 @@ async def test_an_abort_loses_what_the_reader_had_no_room_for() -> None:
     assert near.events == [type(None)]
 
 
+@pytest.mark.parametrize("way", ["close", "abort"])
+async def test_what_the_other_side_will_never_read_holds_up_no_end(way: str) -> None:
+    near, far, _, _ = await connected()
+    far.transport.pause_reading()
+    near.transport.write(LARGE)
+    far.transport.abort()
+    await until(lambda: far.events)
+    assert near.transport.get_write_buffer_size() == 0
+    getattr(near.transport, way)()
+    await until(lambda: near.events)
+
+
 @pytest.mark.parametrize("how", ["option", "fall", "unread"])
 async def test_the_other_side_sees_a_reset(how: str) -> None:
     near, far, _, there = await connected()

@@ -44,7 +44,7 @@ async def world(request: pytest.FixtureRequest):
     await made.backend.aclose()
     # Whatever became of the calls.
     assert made.in_flight == {}
-    assert not made.deadlines._watched
+    assert not made.deadlines.watched
 
 
 def whole(seconds: float) -> CallOptions:
@@ -237,9 +237,9 @@ async def test_a_stopped_call_that_does_not_end_ends_without_error(world: World)
 
 async def test_a_call_that_ends_in_time_is_watched_no_more(world: World):
     stream, opened = await world.stream(options=whole(60))
-    assert world.deadlines._watched
+    assert world.deadlines.watched
     opened.events.on_ended()
-    assert not world.deadlines._watched
+    assert not world.deadlines.watched
     assert await read(stream) == []
 
 

@@ -11,16 +11,16 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from envelopes import received
 
 from dynamo.runtime._calls.inbox import _FULL_BYTES, Inbox, on_loop
 from dynamo.runtime._calls.streams import (
-    Annotated,
     AsyncResponseStream,
     PyAsyncRequestStream,
     ResponseSender,
 )
-from dynamo.runtime._wire.payload import AnnotatedItem
-from dynamo.runtime.errors import RuntimeClosed
+from dynamo.runtime._wire.payload import Annotated
+from dynamo.runtime.errors import RemoteError, RuntimeClosed
 
 LIMIT_S = 5.0
 
@@ -53,13 +53,99 @@ async def home() -> Home:
     return Home()
 
 
-async def test_what_is_not_delivered_fills_nothing(home: Home):
-    """Of an answer without annotations only items with data are handed on."""
-    home.inbox.put_all([], 2 * _FULL_BYTES)
-    assert home.marks == []
-    home.put("a")
-    assert await home.read() == "a"
-    assert home.marks == []
+class Opening(Home):
+    """An inbox that opens its items: None is nothing, bytes cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[Any] = []
+        self.told: list[str] = []
+        self.inbox = Inbox(self.loop, self.marks.append, self._open, self._unreadable)
+
+    def _open(self, item: Any) -> Any:
+        if isinstance(item, bytes):
+            raise UnicodeDecodeError("utf-8", item, 0, 1, "no")
+        self.opened.append(item)
+        return item
+
+    def _unreadable(self, failure: Exception) -> None:
+        self.told.append(str(failure))
+        self.inbox.end(failure)
+
+
+@pytest.fixture
+async def opening() -> Opening:
+    return Opening()
+
+
+async def test_items_are_opened_when_their_turn_comes(opening: Opening):
+    opening.put(1, 2)
+    assert opening.opened == []
+    assert await opening.read() == 1
+    assert opening.opened == [1]
+    assert await opening.read() == 2
+    reading = asyncio.create_task(opening.read())
+    await asyncio.sleep(0)
+    opening.put(3, 4)
+    assert opening.opened == [1, 2, 3]
+    assert await reading == 3
+
+
+async def test_what_is_nothing_to_the_reader_holds_nobody_up(opening: Opening):
+    """Also when so much of it has come that the sender pauses."""
+    opening.put(None, size_bytes=2 * _FULL_BYTES)
+    assert opening.marks == [True]
+    reading = asyncio.create_task(opening.read())
+    await asyncio.sleep(0)
+    assert opening.marks == [True, False]
+    opening.inbox.put_all([None, "a", None], 1)
+    assert await reading == "a"
+    opening.inbox.end(None)
+    assert await opening.rest() == []
+    assert opening.inbox.skipped == 3
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_an_item_that_cannot_be_read_ends_the_stream_in_its_place(
+    opening: Opening, ended: bool
+):
+    opening.put("a", b"bad", "never")
+    if ended:
+        opening.inbox.end(None)
+    assert await opening.read() == "a"
+    assert opening.told == []
+    with pytest.raises(RemoteError, match=r"not msgpack.*no"):
+        await opening.read()
+    assert await opening.rest() == []
+    assert len(opening.told) == (0 if ended else 1)
+    assert opening.opened == ["a"]
+
+
+async def test_a_reader_that_waits_hears_of_an_item_that_cannot_be_read(
+    opening: Opening,
+):
+    reading = asyncio.create_task(opening.read())
+    await asyncio.sleep(0)
+    opening.inbox.put_all([b"bad", "never"], 1)
+    with pytest.raises(RemoteError, match=r"not msgpack.*no"):
+        await reading
+    assert await opening.rest() == []
+    assert opening.opened == []
+
+
+async def test_sifting_counts_what_is_nothing_and_loses_nothing(opening: Opening):
+    opening.put(None, 1, None, 2)
+    assert await opening.read() == 1
+    opening.put(3, None)
+    opening.inbox.sift()
+    assert opening.inbox.skipped == 3
+    assert opening.opened == [None, 1, None, 2, 3, None]
+    opening.put(4, b"bad")
+    opening.inbox.sift()
+    opening.inbox.end(None)
+    assert [await opening.read() for _ in range(3)] == [2, 3, 4]
+    with pytest.raises(RemoteError, match=r"not msgpack.*no"):
+        await opening.read()
 
 
 class Elsewhere:
@@ -589,7 +675,8 @@ async def test_pending_step_keeps_the_stream_and_lets_go_afterwards(home: Home):
     assert core.drops == 2
     step = AsyncResponseStream._of(core).__anext__()
     home.inbox.end(None)
-    assert core.drops == 3
+    assert step.stream is None  # type: ignore[attr-defined]
+    assert core.drops == 2, "there is nothing left to end"
     with pytest.raises(StopAsyncIteration):
         await step
 
@@ -669,7 +756,7 @@ class Unprintable:
         ),
         (Annotated(None), "Annotated(data=None, event=None, comment=[], id=None)"),
         (
-            Annotated._of(AnnotatedItem(event="e", id="i", comment=["ä", 'b"'])),
+            received(event="e", id="i", comment=["ä", 'b"']),
             'Annotated(data=<no_data>, event=e, comment=["ä", "b\\""], id=i)',
         ),
         (
@@ -683,9 +770,9 @@ def test_annotated_prints_like_the_genuine_one(item: Annotated, text: str):
 
 
 def test_annotated_shows_what_came():
-    data: dict[str, int] = {}
-    item = Annotated._of(AnnotatedItem(data=data, event="e", id="i", comment=["c"]))
-    assert item.data() is data
+    item = received({"x": 1}, event="e", id="i", comment=["c"])
+    assert item.data() == {"x": 1}
+    assert item.data() is item.data()
     assert item.event() == "e"
     assert item.id() == "i"
     assert item.comments() == ["c"]
@@ -694,6 +781,21 @@ def test_annotated_shows_what_came():
 
 def test_annotated_is_compared_by_identity_and_not_copied():
     assert Annotated(1) != Annotated(1)
-    for attempt in (copy.copy, pickle.dumps):
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot copy or pickle"):
             attempt(Annotated(1))
+
+
+def test_annotated_is_made_of_data_alone_and_stays_as_it_is():
+    data: dict[str, int] = {}
+    item = Annotated(data)
+    assert item.data() is data
+    assert Annotated(None).data() is None
+    with pytest.raises(TypeError):
+        Annotated(1, "id")  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        Annotated()  # type: ignore[call-arg]
+    with pytest.raises(AttributeError):
+        item.extra = 1  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="not an acceptable base type"):
+        type(Annotated)("Mine", (Annotated,), {})

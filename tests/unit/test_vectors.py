@@ -90,8 +90,10 @@ def rewrite_item(raw: bytes, event: dict[str, Any]) -> bytes:
         assert isinstance(received, callhome.InputReceived)
         return callhome.encode_input_frame(payload.encode_value(received.value, codec))
     item = started(codec).receive(one_frame(raw))
-    assert isinstance(item, payload.AnnotatedItem)
-    return callhome.encode_item_frame(payload.encode_annotated(codec, item.data), codec)
+    assert isinstance(item, payload.Annotated)
+    return callhome.encode_item_frame(
+        payload.encode_annotated(codec, item.data()), codec
+    )
 
 
 def rewrite_error(raw: bytes, event: dict[str, Any]) -> bytes:

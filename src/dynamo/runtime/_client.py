@@ -222,7 +222,8 @@ class Client(Unconstructible):
             context: Id, metadata, deadline and cancellation of the call; linked to it.
             timeout: Seconds for the whole call, to the end of its stream.  None is what
                 ``DYN_RUNTIME_CALL_TIMEOUT_SECS`` says; ``math.inf`` is no limit, here
-                and below.
+                and below.  The deadline of the context, or without a context that
+                of the handler that makes the call, holds in any case.
             first_item_timeout: Seconds from now to the first item
                 (``DYN_RUNTIME_FIRST_ITEM_TIMEOUT_SECS``).
             idle_timeout: Seconds without an item while the stream is read
@@ -241,8 +242,12 @@ class Client(Unconstructible):
 
         Raises:
             TypeError: an argument of the wrong type, or a value that cannot be sent.
-            ValueError: a limit that is negative or not a number.
+            ValueError: a limit that is negative or not a number; a request that is
+                nested too deeply, contains itself, or has text that cannot be encoded.
             OverflowError: an integer beyond 64 bits in the request.
+            RuntimeError: no loop is running.
+            RuntimeClosed: the runtime's loop was closed, or this is a forked child; or
+                the runtime is shut down meanwhile (from the future).
             CallError: nobody took the call (from the future).
             CallTimeout: a limit passed before the stream began (a TimeoutError too; from
                 the future).  Afterwards the stream raises a `StreamTimeout`.
@@ -269,7 +274,10 @@ class Client(Unconstructible):
         idempotent: bool = False,
         on_stream_lost: OnStreamLost | None = None,
     ) -> asyncio.Future[AsyncResponseStream]:
-        """Call the next instance in the order of ids.  Like `random` otherwise."""
+        """Call the next instance in the order of ids.
+
+        Like `random` otherwise, with what it raises.
+        """
         options = self._options(
             context,
             timeout,
@@ -334,7 +342,8 @@ class Client(Unconstructible):
 
         Raises:
             TypeError: as for `random`, or an id that is no int.
-            OverflowError: an id that is negative or over 64 bits.
+            ValueError: as for `random`; so are RuntimeError, RuntimeClosed, CallError.
+            OverflowError: as for `random`, or an id that is negative or over 64 bits.
             InstanceNotFound: it is not listed (from the future).
         """
         selection = self._chooser.exactly(_check_id(instance_id))
@@ -360,7 +369,8 @@ class Client(Unconstructible):
         ``PowerOfTwoChoices`` go by calls in flight alone.  Like `random` otherwise.
 
         Raises:
-            CallError: as for `random`, or the client has another mode (from the future).
+            CallError: as for `random`, with all else that it raises, or the client has
+                another mode (from the future).
         """
         weighs = self._mode in (
             RouterMode.PowerOfTwoChoices,
@@ -418,7 +428,10 @@ class Client(Unconstructible):
 
         Raises:
             TypeError: an argument of the wrong type.
+            ValueError: a limit that is negative or not a number.
             OverflowError: an id that is negative or over 64 bits.
+            RuntimeError: no loop is running.
+            RuntimeClosed: as for `random`.
             CallError: nobody took the call (from the future).
 
         Example:
@@ -502,7 +515,7 @@ class Client(Unconstructible):
             packed=packed,
             metadata=_NO_METADATA if state is None else state.metadata.copy(),
             trace=None if state is None else state.trace,
-            deadline=None if options is NO_OPTIONS else options.deadline,
+            deadline=options.limits.deadline,
         )
         call = OutgoingCall(
             self._home.loop,

@@ -50,10 +50,11 @@ def dynamo_worker(
     it, refuses later requests, lets those in flight end, and returns normally.  All
     waiting together takes at most ``DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS`` (25 s);
     what still runs then is stopped, and a second signal skips the waiting.  Requests of
-    endpoints served with ``graceful_shutdown=False`` are not waited for.  This holds in the main thread and for
-    signals that the program does not handle itself.  Handlers and threads that do not
-    end are named in the log and left behind; the exit code is 0 all the same.  Child
-    processes belong to the program: they are neither signalled nor waited for.
+    endpoints served with ``graceful_shutdown=False`` are not waited for.  This holds in
+    the main thread and for signals that the program does not handle itself.  Handlers
+    and threads that do not end are named in the log and left behind; the exit code is 0
+    all the same.  Child processes belong to the program: they are neither signalled nor
+    waited for.
 
     Args:
         enable_nats: Deprecated and without effect.

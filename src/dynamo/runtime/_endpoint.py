@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._discovery import DiscoveryBackend
     from dynamo.runtime._transports import Rejection
-    from dynamo.runtime._transports.callhome_worker import Replies
     from dynamo.runtime._transports.direct_call import DirectCall
+    from dynamo.runtime._transports.replies import Replies
     from dynamo.runtime._transports.tcp_server import RequestServer
     from dynamo.runtime._wire.callhome import RequestReceived
 
@@ -284,12 +284,15 @@ class Endpoint(Unconstructible):
         Args:
             generator: An async generator function, or a callable that returns an async
                 iterator.  Called with the request, and with ``context=`` if it has a
-                parameter of that name.  A plain generator function may block: each of
-                its calls runs in a thread of its own.
+                parameter of that name.  With a parameter ``response_sender`` (push
+                mode) it gets both, sends its items there, and yields nothing.  A plain
+                generator function may block: each of its calls runs in a thread of its
+                own.
             graceful_shutdown: Whether a worker that is told to end by a signal waits
-                for requests in flight; False stops them at once, so that their callers
-                can go on elsewhere.  ``runtime.shutdown()`` waits for them either way,
-                as in the genuine runtime.  None is True.
+                for requests in flight.  False stops them, so that their callers can go
+                on elsewhere, as soon as late callers were served and the requests of
+                graceful endpoints have ended.  ``runtime.shutdown()`` waits for all, as
+                in the genuine runtime.  None is True.
             metrics_labels: Pairs of text to label the endpoint's metrics; for the
                 status server, which this version has not.
             health_check_payload: A request with which to probe the handler; for the
@@ -307,8 +310,10 @@ class Endpoint(Unconstructible):
 
         Raises:
             TypeError: an argument of the wrong type.
-            ValueError: a label that is no pair, a limit that is too small.
+            ValueError: a label that is no pair, a limit that is too small, or
+                ``max_queued_requests`` without ``max_concurrent_requests``.
             RuntimeError: no loop is running.
+            RuntimeClosed: the runtime's loop was closed, or this is a forked child.
             CannotListen: the worker's port cannot be opened (from the future).
             DiscoveryError: the record cannot be published (from the future).
         """
@@ -354,8 +359,10 @@ class Endpoint(Unconstructible):
 
         Raises:
             TypeError: an argument of the wrong type.
-            ValueError: a label that is no pair, a limit that is too small.
+            ValueError: a label that is no pair, a limit that is too small, or
+                ``max_queued_requests`` without ``max_concurrent_requests``.
             RuntimeError: no loop is running.
+            RuntimeClosed: the runtime's loop was closed, or this is a forked child.
             CannotListen: the worker's port cannot be opened (from the future).
             DiscoveryError: the record cannot be published (from the future).
         """

@@ -1,7 +1,8 @@
 """DistributedRuntime: puts the parts together, starts them, shuts them down in order.
 
-The composition root: the only module that picks a discovery backend and a lane.  Owns
-the home loop's parts of one runtime and the ordered shutdown; the parts own themselves.
+The composition root: the only module that picks a discovery backend; `Lanes` picks the
+lane of each call.  Owns the home loop's parts of one runtime and the ordered shutdown;
+the parts own themselves.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from dynamo.runtime._endpoint import Endpoint, ServedEndpoint
 from dynamo.runtime._observability.metrics import MetricsCallbacks
 from dynamo.runtime._observability.watchdog import LoopWatchdog
 from dynamo.runtime._sealed import Sealed
-from dynamo.runtime._transports.callhome_worker import Replies
 from dynamo.runtime._transports.connection import spawn
 from dynamo.runtime._transports.lanes import Lanes
 from dynamo.runtime._transports.local import announce
+from dynamo.runtime._transports.replies import Replies
 from dynamo.runtime._transports.tcp_server import RequestServer, SharedServers
 from dynamo.runtime._wire.records import EndpointName, TcpAddress, parse_endpoint_path
 from dynamo.runtime.errors import RuntimeClosed

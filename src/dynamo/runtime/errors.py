@@ -11,7 +11,7 @@
     |   |   `-- NoInstancesInTime         (TimeoutError) nobody came while waiting
     |   |-- NoMatchInTime                 (TimeoutError) no instance with such data
     |   |-- InstanceNotFound              ``direct`` named an instance that is not there
-    |   |-- ConnectionFailed              (ConnectionError) no connection to the worker
+    |   |-- ConnectionFailed              (ConnectionError) none to the worker, or lost
     |   |-- WorkerLost                    (ConnectionError) the worker left mid-call
     |   |-- CallTimeout                   (TimeoutError) a limit passed before the stream
     |   |-- Overloaded                    the worker is full; safe to send elsewhere
@@ -153,10 +153,12 @@ class CallError(DynamoException):
         attempts: How many instances were tried.
         remote_type: Class name of the exception the handler raised, or None.
         remote_traceback: Its traceback as text, if the worker sent one.
-        facts: Further facts by name, for example ``{"listed": 3, "withdrawn": 1}``.
+        facts: Further facts by name; of who is there and left out, for example
+            ``{"listed": 3, "withdrawn": {7: "Unavailable: bye"}, "ejected": {}, ...}``.
             After several attempts ``"tried"`` has a pair (instance id, text) for each
-            that came before the last.  Where a limit in time passed, ``"limit"`` names
-            it, the option of the call or the setting.
+            that was given up; ``"retry_budget"`` is ``"spent"`` if that is why there
+            was no other.  Where a limit in time passed, ``"limit"`` names it, the
+            option of the call or the setting.
 
     Example:
         >>> error = CallError("Unavailable: gone", instance_id=7, retryable=True)
@@ -222,7 +224,11 @@ class InstanceNotFound(CallError):
 
 
 class ConnectionFailed(CallError, ConnectionError):
-    """No connection to the worker could be made; nothing was sent."""
+    """No connection to the worker, or it was lost before the acknowledgement.
+
+    In the second case the request may have been sent, and the handler may have run:
+    then ``retryable`` is False.
+    """
 
     phase = "connect"
     retryable = True
@@ -245,7 +251,11 @@ class CallTimeout(CallError, TimeoutError):
 
 
 class Overloaded(CallError):
-    """The worker refused the request before running it; safe to send elsewhere."""
+    """The worker refused the request before running it; safe to send again.
+
+    Also, with the phase ``"choose"`` and without asking any, if all workers have lately
+    asked to be left alone.  ``retry_after`` says for how long.
+    """
 
     phase = "ack"
     retryable = True

@@ -11,6 +11,11 @@ from then on the records of the program and of `dynamo.runtime.*` are written by
   `DYN_LOG`, and a table `log_filters` of levels by target, which always counts.
 * `DYN_LOGGING_CONSOLE_FORMAT=jsonl`, or `DYN_LOGGING_JSONL=1`: one JSON object a line.
 * `DYN_SDK_DISABLE_ANSI_LOGGING=1`: no colours.  `DYN_LOG_USE_LOCAL_TZ=1`: local time.
+
+And these by `configure_dynamo_logging`, for engines in the same process:
+
+* `VLLM_LOGGING_LEVEL`: the level of vLLM's loggers.  Default: `INFO`.
+* `DYN_SKIP_SGLANG_LOG_FORMATTING=1`: SGLang's loggers are left alone.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class Chooser:
     def routable(self) -> Sequence[EndpointRecord]:
         """Listed, not withdrawn, not ejected."""
         usable = self.home.health.usable
-        if not self.withdrawn:
+        if not self.withdrawn.until:
             return usable
         listed = self.home.instances.records
         rest = self.withdrawn.without(listed, self.now())
@@ -190,8 +190,13 @@ class Chooser:
             Overloaded: the routable ones all asked to be left alone for a moment.
             NoInstances: there is nobody.
         """
+        if not (tried or self.withdrawn.until or self.overloaded.until):
+            # As nearly always.
+            usable = self.home.health.usable
+            if usable:
+                return usable
         free = routable = self.routable()
-        if self.overloaded:
+        if self.overloaded.until:
             free = self.overloaded.without(routable, self.now())
         if tried:
             free = [one for one in free if one.instance_id not in tried]

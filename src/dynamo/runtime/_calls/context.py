@@ -632,16 +632,15 @@ def _text_dict(value: object) -> dict[str, str]:
         raise TypeError(
             f"metadata must be a dict of str to str, not {type(value).__name__}"
         )
-    if type(value) is dict and _are_plain((*value, *value.values())):
-        return value.copy()
+    if type(value) is dict:
+        texts = (*value, *value.values())
+        if _ONLY_STR.issuperset(map(type, texts)) and "".join(texts).isascii():
+            # As nearly always.
+            return value.copy()
     return {
         _text("metadata key", key): _text("metadata value", item)
         for key, item in value.items()
     }
-
-
-def _are_plain(texts: tuple[Any, ...]) -> bool:
-    return _ONLY_STR.issuperset(map(type, texts)) and "".join(texts).isascii()
 
 
 _ONLY_STR = frozenset((str,))

@@ -56,20 +56,17 @@ class Deadlines:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._watched: set[Watched] = set()
+        self.watched: set[Watched] = set()
+        """Whatever needs no look any more is taken off."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._looked_at = -math.inf
 
     def watch(self, one: Watched) -> None:
         """Look at it when it is due; call again when ``due_at`` has become earlier."""
-        self._watched.add(one)
+        self.watched.add(one)
         if one.due_at < self._timer_at:
             self._set_timer(one.due_at)
-
-    def forget(self, one: Watched) -> None:
-        """It needs no look any more."""
-        self._watched.discard(one)
 
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:
@@ -90,12 +87,12 @@ class Deadlines:
         self._timer = None
         self._timer_at = math.inf
         self._looked_at = now = time.monotonic()
-        due = [one for one in self._watched if one.due_at <= now + _EARLY_S]
+        due = [one for one in self.watched if one.due_at <= now + _EARLY_S]
         for one in due:
             # Looking at one may have ended another.
-            if one in self._watched:
+            if one in self.watched:
                 one.look(now)
-        next_at = min((one.due_at for one in self._watched), default=math.inf)
+        next_at = min((one.due_at for one in self.watched), default=math.inf)
         if next_at < self._timer_at:
             self._set_timer(next_at)
 
@@ -197,20 +194,22 @@ class DefaultLimits:
         )
         if nothing and deadline is None and self._none:
             return NO_LIMITS
-        timeout_s = _given("timeout", timeout, self._timeout_s)
-        first_item_s = _given(
-            "first_item_timeout", first_item_timeout, self._first_item_s
+        timeout_s, first_item_s, idle_s = (
+            self._timeout_s,
+            self._first_item_s,
+            self._idle_s,
         )
-        idle_s = _given("idle_timeout", idle_timeout, self._idle_s)
+        if timeout is not None:
+            timeout_s = seconds_of("timeout", timeout)
+        if first_item_timeout is not None:
+            first_item_s = seconds_of("first_item_timeout", first_item_timeout)
+        if idle_timeout is not None:
+            idle_s = seconds_of("idle_timeout", idle_timeout)
         now = time.monotonic()
         if deadline is not None and deadline <= now + timeout_s:
             left_s = deadline - now
             return Limits(deadline, "deadline", left_s, first_item_s, idle_s)
         return Limits(now + timeout_s, "timeout", timeout_s, first_item_s, idle_s)
-
-
-def _given(name: str, value: float | None, default_s: float) -> float:
-    return default_s if value is None else seconds_of(name, value)
 
 
 class CallClock:
@@ -255,7 +254,7 @@ class CallClock:
 
     def stop(self) -> None:
         """The call is over."""
-        self._deadlines.forget(self)
+        self._deadlines.watched.discard(self)
         # What it would have told usually owns it: no cycle is left behind.
         self._expired = _nobody
 
@@ -279,7 +278,7 @@ class CallClock:
         now = time.monotonic()
         if self.due_at <= now + _EARLY_S:
             self.look(now)
-        if self._first_at == math.inf:
+        if self._first_at == math.inf and self._idle_s != math.inf:
             self._expect_item()
 
     def item(self) -> None:

@@ -14,8 +14,8 @@ States of a call::
     STREAMING --on_lost, going down, idle--> BROKEN --all was read--> CHOOSING
       (if no item came and that is allowed, or if the caller gives a request)
 
-A call is no task: the events of its lane move it on.  Only a connection that has to be
-made is waited for in one.
+A call is no task: the events of its lane move it on.  Only until its request can be
+sent it may need one: while a connection is made, and always on the call-home lane.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import errno
 import functools
 import inspect
 import logging
-import math
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
@@ -36,13 +36,13 @@ import msgspec
 from dynamo.runtime._calls.deadlines import NO_LIMITS, CallClock, Limits, timed_out
 from dynamo.runtime._calls.inbox import Inbox, on_loop, soon_on_loop
 from dynamo.runtime._calls.pump import FarPump, Pump
-from dynamo.runtime._calls.streams import Annotated, AsyncResponseStream
+from dynamo.runtime._calls.streams import AsyncResponseStream
 from dynamo.runtime._routing.ejection import Failure
 from dynamo.runtime._routing.retry import may_be_sent_again
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports.connection import spawn
 from dynamo.runtime._wire.faults import exception_of_error, inhibits
-from dynamo.runtime._wire.payload import encode_value
+from dynamo.runtime._wire.payload import encode_value, open_annotated, open_data
 from dynamo.runtime.errors import (
     CallError,
     CallTimeout,
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         InputSink,
     )
     from dynamo.runtime._wire.faults import ErrorObject
-    from dynamo.runtime._wire.payload import AnnotatedItem
+    from dynamo.runtime._wire.payload import Envelope
     from dynamo.runtime._wire.records import EndpointRecord
 
 _log = logging.getLogger("dynamo.runtime.egress")
@@ -105,12 +105,6 @@ class CallOptions(msgspec.Struct, frozen=True):
     limits: Limits = NO_LIMITS
     idempotent: bool = False
     on_stream_lost: OnStreamLost | None = None
-
-    @property
-    def deadline(self) -> float | None:
-        """For the worker; None if there is none."""
-        deadline = self.limits.deadline
-        return None if deadline == math.inf else deadline
 
 
 NO_OPTIONS = CallOptions()
@@ -281,13 +275,13 @@ class OutgoingCall:
         "_annotated",
         "_attempts",
         "_broken",
+        "_came",
         "_clock",
         "_context",
         "_counted",
         "_deadlines",
         "_failures",
         "_handle",
-        "_items",
         "_lane",
         "_leaving",
         "_loop",
@@ -336,7 +330,8 @@ class OutgoingCall:
         self._options = options
         self._deadlines = deadlines
         self._clock: CallClock | None = None
-        self.inbox = Inbox(loop, self._on_full)
+        opener = open_annotated if annotated else open_data
+        self.inbox = Inbox(loop, self._on_full, opener, self._on_unreadable)
         self._result: _Result | None = None
         self._handle: CallHandle | None = None
         self._record: EndpointRecord | None = None
@@ -350,7 +345,8 @@ class OutgoingCall:
         self._failures: tuple[tuple[int, str], ...] = ()
         # How a stream that is being continued elsewhere broke.
         self._broken: StreamError | None = None
-        self._items = 0
+        # Items that came, with those that are nothing to the reader.
+        self._came = 0
         # Of the tasks that have read, the latest.
         self.reader: asyncio.Task[Any] | None = None
         self._readers: tuple[asyncio.Task[Any], ...] = ()
@@ -376,8 +372,9 @@ class OutgoingCall:
     def start(self) -> asyncio.Future[AsyncResponseStream]:
         """Find an instance that takes the call.
 
-        On the home loop, and without a task: with a connection that stands, the request
-        is on its way when this returns.
+        On the home loop.  Without a task where the lane needs nothing else: the request
+        goes out at the end of this turn.  A connection that has to be made, and any
+        request on the call-home lane, is waited for in one.
 
         Returns:
             A future of the stream, done when the handler runs; it raises a `CallError`
@@ -385,12 +382,16 @@ class OutgoingCall:
         """
         result = self._result = _Result(loop=self._loop)
         result.call = self
+        self.inbox.thread = get_ident()
         if self._context is not None:
             self._context.attach(self._on_context)
         self._selection.budget.deposit()
         limits = self._options.limits
         if limits is not NO_LIMITS and not self._over:
             self._clock = CallClock(self._deadlines, limits, self._on_limit)
+            if limits.spent:
+                # Nothing is sent that could not be answered in time.
+                self._clock.check()
         self._go_on(None)
         return result
 
@@ -400,7 +401,9 @@ class OutgoingCall:
         Args:
             failure: Why the last one did not take it.
         """
-        while self._goes_on(failure):
+        if failure is not None and self._clock is not None:
+            self._clock.check()
+        while not self._over:
             try:
                 record = self._selection.choose(self._tried)
             except NoInstances as nobody:
@@ -419,25 +422,25 @@ class OutgoingCall:
                 if not self._may_move(error):
                     return
                 failure = cast("CallError", error)
+                if self._clock is not None:
+                    self._clock.check()
             else:
                 return
 
-    def _goes_on(self, failure: CallError | None) -> bool:
-        """Nothing is sent that could not be answered in time."""
-        if self._clock is not None and (failure or self._options.limits.spent):
-            self._clock.check()
-        return not self._over
-
     def _send_to(self, record: EndpointRecord) -> None:
         self._record = record
+        self.inbox.origin = record.instance_id
         self._attempts += 1
         self._counted = record.instance_id
         self._selection.take(record.instance_id)
         handle = self._lane.open_now(record, self._request, self)
-        if handle is not None:
-            self._on_sent(handle)
-        else:
+        if handle is None:
             self._opening = spawn(self._loop, self._open(record))
+            return
+        self._handle = handle
+        self._watching = True
+        # Not `watch_removal`: it was chosen just now, so it is listed.
+        self._selection.instances.removals[self] = record.instance_id
 
     async def _open(self, record: EndpointRecord) -> None:
         """Send the request where a connection must be made first."""
@@ -479,9 +482,7 @@ class OutgoingCall:
             return
         self._handle = handle
         self._watching = True
-        self._selection.instances.watch_removal(
-            self._record.instance_id, self._on_removed
-        )
+        self._selection.instances.watch_removal(self._record.instance_id, self)
 
     def _not_taken(self, error: Exception, *, inhibits: bool = False) -> None:
         """There will be no stream from this instance; perhaps there is from another."""
@@ -604,7 +605,7 @@ class OutgoingCall:
             limit,
             seconds,
             phase=self._phase,
-            items=self._items,
+            items=self._items_so_far(),
             instance_id=self.instance_id,
         )
         if limit == "idle_timeout":
@@ -619,12 +620,12 @@ class OutgoingCall:
     def _watch_no_more(self) -> None:
         if self._watching:
             self._watching = False
-            self._selection.instances.forget_removal(self._on_removed)
+            self._selection.instances.removals.pop(self, None)
         if self._leaving is not None:
             self._leaving.cancel()
             self._leaving = None
 
-    def _on_removed(self) -> None:
+    def on_removed(self) -> None:
         """The instance left discovery with our request; it may still take it."""
         if self._watching:
             self._leaving = self._loop.call_later(_LEFT_LIMIT_S, self._on_left)
@@ -670,8 +671,11 @@ class OutgoingCall:
         self._watch_no_more()
 
     def on_started(self) -> None:
-        if self._watching:
+        if self._leaving is not None:
             self._watch_no_more()
+        elif self._watching:
+            self._watching = False
+            self._selection.instances.removals.pop(self, None)
         if self._clock is not None:
             self._clock.started()
             if self._over:
@@ -685,27 +689,35 @@ class OutgoingCall:
     def on_refused(self, error: Exception, *, inhibits: bool) -> None:
         self._not_taken(error, inhibits=inhibits)
 
-    def on_items(self, items: list[AnnotatedItem], size_bytes: int) -> None:
+    def on_items(self, items: Sequence[Envelope], size_bytes: int) -> None:
         if self._clock is not None:
             self._clock.item()
-        delivered: list[Any]
-        if self._annotated:
-            delivered = Annotated._of_all(items)
-        else:
-            delivered = [item.data for item in items if item.data is not None]
-        self._items += len(delivered)
-        self.inbox.put_all(delivered, size_bytes)
+        self._came += len(items)
+        self.inbox.put_all(items, size_bytes)
 
-    def on_answer(self, item: AnnotatedItem, size_bytes: int) -> None:
+    def on_answer(self, item: Envelope) -> None:
         self.on_started()
         if self._over:
             return
-        if self._annotated or item.data is not None:
-            self._items += 1
-            self.inbox.put(
-                Annotated._of(item) if self._annotated else item.data, size_bytes
-            )
-        self.on_ended()
+        self._came += 1
+        # As `on_ended`, with the item.
+        if self._selection.health.troubled:
+            self._note_completed()
+        self._over = True
+        self.inbox.put_last(item)
+        self._release()
+
+    def _items_so_far(self) -> int:
+        """How many items came for the reader, whether it has read them or not."""
+        if not self._annotated:
+            self.inbox.sift()
+        return self._came - self.inbox.skipped
+
+    def _on_unreadable(self, failure: Exception) -> None:
+        """An item whose turn has come makes no sense; the answer ends with it."""
+        if self._handle is not None:
+            self._handle.kill()
+        self._finish(failure)
 
     def on_failed(self, error: ErrorObject) -> None:
         late = error.error_class == "DeadlineExceeded"
@@ -754,7 +766,7 @@ class OutgoingCall:
             self._clock.detached()
         if not isinstance(error, StreamError) or self._stopped:
             self._finish(error)
-        elif not self._items and self._may_be_sent_again(error):
+        elif not self._items_so_far() and self._may_be_sent_again(error):
             self._send_again(error)
         elif self._options.on_stream_lost is not None:
             # Who continues must know all that came, so that none comes twice.
@@ -772,7 +784,7 @@ class OutgoingCall:
             self._finish(error)
             return
         try:
-            request = _continuation(ask, self._items, error)
+            request = _continuation(ask, self._items_so_far(), error)
             packed = None if request is None else encode_value(request, "msgpack")
         except BaseException as raised:
             # Whatever it is: nobody else would end the stream.
@@ -804,12 +816,14 @@ class OutgoingCall:
     def _end(self, error: Exception | None) -> None:
         self._over = True
         self.inbox.end(error)
-        if self._result is not None:
-            self._settle()
         self._release()
 
     def _release(self) -> None:
-        self._count_no_more()
+        if self._result is not None:
+            self._settle()
+        if self._counted is not None:
+            self._selection.give_back(self._counted)
+            self._counted = None
         if self._watching:
             self._watch_no_more()
         if self._clock is not None:
@@ -870,7 +884,6 @@ class OutgoingCall:
         if self._handle is not None:
             self._handle.kill()
         self.inbox.end(None, discard=True)
-        self._settle()
         self._release()
 
     def dropped(self) -> None:

@@ -2,16 +2,22 @@
 
 Owns the items that arrived and were not read yet, and the readers that wait for some.
 Nothing is lost or overtaken by a reader that gives up.  Knows nothing of calls.
+
+Items are opened, which for most means decoded, only when a reader takes them: what
+waits is bytes, and not a heap of objects that the garbage collector looks through again
+and again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynamo.runtime._sealed import override
+from dynamo.runtime._wire.faults import error_of_unreadable, exception_of_error
+from dynamo.runtime._wire.payload import UNREADABLE
 from dynamo.runtime.errors import RuntimeClosed
 
 if TYPE_CHECKING:
@@ -125,9 +131,18 @@ class Inbox:
     Everything but `step`, `next` and `take_back` belongs to the home loop.  Each item
     goes to one reader.
 
-    Attributes:
+    Args:
         home: That loop.
+        on_full: Told when so much has come that the sender should pause, and when not.
+        opener: Makes of an item what its reader gets, or None if that is nothing;
+            raises `UNREADABLE`.  Without one they get the items themselves.
+        on_unreadable: Told so if the stream has not ended, to end it with that error.
+
+    Attributes:
+        origin: The instance that the items come from, for such an error.
+        thread: That in which the home loop was last known to run.
         ended: No more items arrive.
+        skipped: How many items were nothing to their readers.
     """
 
     __slots__ = (
@@ -139,19 +154,32 @@ class Inbox:
         "_handed",
         "_items",
         "_on_full",
+        "_on_unreadable",
+        "_opener",
         "_reading",
         "_returned",
         "_starved",
         "_waiters",
         "ended",
         "home",
+        "origin",
+        "skipped",
+        "thread",
     )
 
     def __init__(
-        self, home: asyncio.AbstractEventLoop, on_full: Callable[[bool], None]
+        self,
+        home: asyncio.AbstractEventLoop,
+        on_full: Callable[[bool], None],
+        opener: Callable[[Any], Any] | None = None,
+        on_unreadable: Callable[[Exception], None] | None = None,
     ) -> None:
         self.home = home
+        self.thread: int | None = None
+        self.origin: int | None = None
         self._on_full = on_full
+        self._opener = opener
+        self._on_unreadable = on_unreadable
         # What arrived, and what a reader has taken of it at one go, the latest first.
         self._items: list[Any] = []
         self._reading: list[Any] = []
@@ -163,6 +191,7 @@ class Inbox:
         # How many of the waiters gave up.
         self._dead = 0
         self.ended = False
+        self.skipped = 0
         self._discarded = False
         self._error: Exception | None = None
         self._full = False
@@ -173,9 +202,9 @@ class Inbox:
         """Hand an item to the first reader that still waits, or keep it."""
         self.put_all([item], size_bytes)
 
-    def put_all(self, items: list[Any], size_bytes: int) -> None:
-        """The same with items that came together; none count for nothing."""
-        if self.ended or not items:
+    def put_all(self, items: Sequence[Any], size_bytes: int) -> None:
+        """The same with items that came together."""
+        if self.ended:
             return
         if self._waiters:
             items = self._hand_all(items)
@@ -189,13 +218,61 @@ class Inbox:
             self._full = True
             self._on_full(True)
 
-    def _hand_all(self, items: list[Any]) -> list[Any]:
+    def _hand_all(self, items: Sequence[Any]) -> Sequence[Any]:
         """Hand out as many as there are readers; what is left."""
-        given = 0
-        while self._waiters and given < len(items):
+        for at, item in enumerate(items):
+            if not self._waiters:
+                return items[at:]
+            opened = item
+            if self._opener is not None:
+                try:
+                    opened = self._opener(item)
+                except UNREADABLE as error:
+                    self._give_up_on(error)
+                    return []
+                if opened is None:
+                    self.skipped += 1
+                    continue
             self._handed += 1
-            given += self._hand(self._handed, items[given])
-        return items[given:]
+            self._hand_again(self._handed, opened)
+        return []
+
+    def _give_up_on(self, error: Exception) -> None:
+        """An item cannot be read: what came behind it does not count either."""
+        self._items.clear()
+        self._reading.clear()
+        failure = exception_of_error(
+            error_of_unreadable(f"an item that is not msgpack: {error}"),
+            instance_id=self.origin,
+        )
+        if self._on_unreadable is None:
+            self._error = failure
+        else:
+            self._on_unreadable(failure)
+
+    def sift(self) -> None:
+        """Open what lies here: `skipped` counts all of it then."""
+        while self._reading or self._take_all():
+            item = self._reading[-1]
+            try:
+                opened = item if self._opener is None else self._opener(item)
+            except UNREADABLE:
+                return  # its reader will hear of it
+            self._reading.pop()
+            if opened is None:
+                self.skipped += 1
+            else:
+                self._handed += 1
+                self._returned = self._returned or []
+                self._returned.append((self._handed, opened))
+
+    def put_last(self, item: object) -> None:
+        """The only item of a stream, and its end."""
+        if self._waiters or self.ended:
+            self.put_all([item], 0)
+        else:
+            self._items.append(item)
+        self.end(None)
 
     def when_read(self, starved: Callable[[], None]) -> None:
         """Call back once a reader waits and all that came was read."""
@@ -234,6 +311,7 @@ class Inbox:
         if discard or not self._full:
             # Whoever is told usually owns us: no cycle is left behind.
             self._on_full = _tell_nobody
+        self._on_unreadable = None
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -263,9 +341,19 @@ class Inbox:
             return self._step_elsewhere(loop, reader, stream)
         if self._returned:
             return _done(loop, self._returned.pop(0)[1])
-        if self._reading or self._take_all():
+        while self._reading or (self._items and self._take_all()):
+            item = self._reading.pop()
+            if self._opener is not None:
+                try:
+                    item = self._opener(item)
+                except UNREADABLE as error:
+                    self._give_up_on(error)
+                    break
+                if item is None:
+                    self.skipped += 1
+                    continue
             future: asyncio.Future[Any] = loop.create_future()
-            future.set_result(self._reading.pop())
+            future.set_result(item)
             return future
         if self.ended:
             return _fail(loop.create_future(), self._next_end())

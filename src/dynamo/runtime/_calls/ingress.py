@@ -231,7 +231,7 @@ class _Run:
         if self._timer is not None:
             self._timer.cancel()
         if self.due_at != math.inf:
-            self._endpoint.deadlines.forget(self)
+            self._endpoint.deadlines.watched.discard(self)
         self._endpoint.admission.release(ran=self._ran)
         if self._state is not None:
             self._state.owner = None
@@ -316,7 +316,7 @@ class _Run:
     def look(self, now: float) -> None:
         """The deadline has passed, and the caller has not ended the call."""
         self.due_at = math.inf
-        self._endpoint.deadlines.forget(self)
+        self._endpoint.deadlines.watched.discard(self)
         assert self._state is not None
         if self._reply is not None:
             late = TimeoutError("the deadline of the call has passed")

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dynamo.runtime._calls.streams import Annotated
 from dynamo.runtime._wire.faults import error_of_envelope, error_of_unsendable
-from dynamo.runtime._wire.payload import encode_annotated, encode_data
+from dynamo.runtime._wire.payload import Annotated, encode_annotated, encode_data
 
 if TYPE_CHECKING:
     from dynamo.runtime._wire.faults import ErrorObject

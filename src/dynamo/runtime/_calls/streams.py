@@ -7,89 +7,16 @@ it knows a small interface.
 from __future__ import annotations
 
 import asyncio
-import json
+from asyncio import current_task
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from dynamo.runtime._sealed import Sealed, Unconstructible, override
-from dynamo.runtime._wire.payload import AnnotatedItem
+from dynamo.runtime._sealed import Unconstructible
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from dynamo.runtime._calls.inbox import Inbox
-
-
-class _Given(AnnotatedItem, gc=False):
-    """An item made by the user, who may have said that its data is None."""
-
-
-@final
-class Annotated(Sealed):
-    """One item of a response stream with its envelope.
-
-    Args:
-        data: The payload.
-
-    Example:
-        >>> item = Annotated({"token": 5})
-        >>> item.data(), item.event(), item.is_error()
-        ({'token': 5}, None, False)
-    """
-
-    __slots__ = ("_item",)
-
-    def __init__(self, data: object) -> None:
-        self._item: AnnotatedItem = _Given(data=data)
-
-    @classmethod
-    def _of(cls, item: AnnotatedItem) -> Annotated:
-        return cls._of_all([item])[0]
-
-    @classmethod
-    def _of_all(cls, items: list[AnnotatedItem]) -> list[Annotated]:
-        # Without a call for each: this is the path of every item.
-        new = cls.__new__
-        made = []
-        for item in items:
-            self = new(cls)
-            self._item = item
-            made.append(self)
-        return made
-
-    def data(self) -> Any:
-        """The payload, the same object each time; None if the item has none."""
-        return self._item.data
-
-    def event(self) -> str | None:
-        """The name of the event, or None."""
-        return self._item.event
-
-    def comments(self) -> list[str] | None:
-        """The comments, or None."""
-        return self._item.comment
-
-    def id(self) -> str | None:
-        """The id of the item, or None."""
-        return self._item.id
-
-    def is_error(self) -> bool:
-        """Always False: an error is raised by the stream, never delivered."""
-        return False
-
-    @override
-    def __repr__(self) -> str:
-        if self._item.data is None and type(self._item) is not _Given:
-            data = "<no_data>"
-        else:
-            try:
-                data = repr(self._item.data)
-            except Exception:  # noqa: BLE001 - repr of a user's object may do anything
-                data = "<failed_repr>"
-        comments = json.dumps(self._item.comment or [], ensure_ascii=False)
-        return (
-            f"Annotated(data={data}, event={self._item.event}, "
-            f"comment={comments}, id={self._item.id})"
-        )
 
 
 class StreamCore(Protocol):
@@ -149,13 +76,16 @@ class AsyncResponseStream(Unconstructible):
 
     def __anext__(self) -> asyncio.Future[Any]:
         core = self._core
-        loop = asyncio.get_running_loop()
         inbox = core.inbox
-        if inbox.ended and loop is inbox.home:
-            # Nobody waits for anything: who reads does not matter.
-            return inbox.next(loop, None, self)
-        reader = asyncio.current_task(loop)
-        if reader is not core.reader:
+        loop, reader = inbox.home, None
+        if get_ident() == inbox.thread:
+            # Only if that loop is running, here and now; to ask for the running loop
+            # would ask the system for the process, too.
+            reader = current_task(loop)
+        if reader is None:
+            loop = asyncio.get_running_loop()
+            reader = current_task(loop)
+        if reader is not core.reader and not inbox.ended:
             core.note_reader(reader)
         return inbox.next(loop, reader, self)
 
@@ -180,7 +110,7 @@ class AsyncResponseStream(Unconstructible):
 
     def __del__(self) -> None:
         core = getattr(self, "_core", None)
-        if core is not None:
+        if core is not None and not core.inbox.ended:
             core.dropped()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, Protocol, final
 
 from dynamo.runtime._sealed import Unconstructible, override
 from dynamo.runtime._wire.records import (
@@ -172,6 +172,13 @@ class Instance(Unconstructible):
         )
 
 
+class Leaves(Protocol):
+    """Whoever waits for an instance to leave."""
+
+    def on_removed(self) -> None:
+        """It has left."""
+
+
 class InstanceSet:
     """The instances of one endpoint, shared by all its clients in one runtime.
 
@@ -190,10 +197,12 @@ class InstanceSet:
         """When the last instance left, on the loop's clock; None if none ever did."""
         self._known: dict[Identity, EndpointRecord] = {}
         self._by_id: dict[int, EndpointRecord] = {}
-        self._records: tuple[EndpointRecord, ...] = ()
+        self.records: tuple[EndpointRecord, ...] = ()
+        """All that are listed, ordered by id."""
         self._unreadable: set[str] = set()
         self._subscribers: dict[object, Callable[[], None]] = {}
-        self._removals: dict[Callable[[], None], int] = {}
+        self.removals: dict[Leaves, int] = {}
+        """Who is told that an instance leaves, once; anybody may take themselves off."""
 
     @classmethod
     async def open(cls, backend: DiscoveryBackend, name: EndpointName) -> InstanceSet:
@@ -226,11 +235,6 @@ class InstanceSet:
         identities = [parse_instance_key(key) for key in keys]
         return sorted({str(one[0]) for one in identities if one is not None})
 
-    @property
-    def records(self) -> tuple[EndpointRecord, ...]:
-        """All listed instances, ordered by id."""
-        return self._records
-
     def get(self, instance_id: int) -> EndpointRecord | None:
         """The record of one instance, if it is listed."""
         return self._by_id.get(instance_id)
@@ -241,19 +245,15 @@ class InstanceSet:
         self._subscribers[token] = callback
         return lambda: _forget(self._subscribers, token)
 
-    def watch_removal(self, instance_id: int, callback: Callable[[], None]) -> None:
-        """Call back once when an instance leaves, unless told to forget it before.
+    def watch_removal(self, instance_id: int, watcher: Leaves) -> None:
+        """Put a watcher among the `removals`.
 
-        If the instance is not listed (any more), that is in the next turn of the loop.
+        If the instance is not listed (any more), it is told in the next turn of the loop.
         """
         if instance_id in self._by_id:
-            self._removals[callback] = instance_id
+            self.removals[watcher] = instance_id
         else:
-            self._loop.call_soon(callback)
-
-    def forget_removal(self, callback: Callable[[], None]) -> None:
-        """End what `watch_removal` began; nothing happens if it is over."""
-        self._removals.pop(callback, None)
+            self._loop.call_soon(watcher.on_removed)
 
     def close(self) -> None:
         """End the watch; on the loop of this set.  Idempotent."""
@@ -262,7 +262,7 @@ class InstanceSet:
         self.closed = True
         if self._watch is not None:
             self._watch.close()
-        self._removals.clear()
+        self.removals.clear()
         self.announce()
 
     def __del__(self) -> None:
@@ -312,14 +312,14 @@ class InstanceSet:
             for (name, _), record in self._known.items()
             if name == self.name
         )
-        left = [told for told, number in self._removals.items() if number not in by_id]
+        left = [told for told, number in self.removals.items() if number not in by_id]
         if self._by_id and not by_id:
             self.left_at = self._loop.time()
         self._by_id = by_id
-        self._records = tuple(by_id[number] for number in sorted(by_id))
-        for callback in left:
-            if self._removals.pop(callback, None) is not None:
-                callback()
+        self.records = tuple(by_id[number] for number in sorted(by_id))
+        for watcher in left:
+            if self.removals.pop(watcher, None) is not None:
+                watcher.on_removed()
 
     def announce(self) -> None:
         """Tell the subscribers that something about the instances changed."""

@@ -28,46 +28,43 @@ class Avoided(Generic[R]):
     """
 
     def __init__(self) -> None:
-        self._until: dict[int, tuple[float, R, str]] = {}
+        self.until: dict[int, tuple[float, R, str]] = {}
+        """Until when, and why.  Empty: nobody is avoided; otherwise `without` knows."""
         self._all_back_at = -math.inf
-
-    def __bool__(self) -> bool:
-        """False if nobody is avoided; after True, `without` knows."""
-        return bool(self._until)
 
     def add(self, record: R, until: float, reason: str, now: float) -> None:
         """Leave an instance out until then."""
         # Also those that have left: nobody will ask for them again.
-        self._until = {
+        self.until = {
             number: avoided
-            for number, avoided in self._until.items()
+            for number, avoided in self.until.items()
             if avoided[0] > now
         }
         if until > now:
-            self._until[record.instance_id] = (until, record, reason)
+            self.until[record.instance_id] = (until, record, reason)
         self._all_back_at = max(
-            (until for until, _, _ in self._until.values()), default=-math.inf
+            (until for until, _, _ in self.until.values()), default=-math.inf
         )
 
     def without(self, records: Sequence[R], now: float) -> Sequence[R]:
         """The others, in the same order; the same object if nobody is left out."""
         if now >= self._all_back_at:
-            self._until.clear()
+            self.until.clear()
             return records
         return [one for one in records if self.remaining_s(one, now) <= 0]
 
     def remaining_s(self, record: R, now: float) -> float:
         """How long an instance is still left out; 0 if it is not."""
-        until, avoided, _ = self._until.get(record.instance_id, (0.0, record, ""))
+        until, avoided, _ = self.until.get(record.instance_id, (0.0, record, ""))
         return max(until - now, 0.0) if avoided is record else 0.0
 
     def reason(self, record: R, now: float) -> str:
         """Why an instance is left out; nothing if it is not."""
         if self.remaining_s(record, now) <= 0:
             return ""
-        return self._until[record.instance_id][2]
+        return self.until[record.instance_id][2]
 
     def next_end_s(self, now: float) -> float | None:
         """Seconds until the first of them is back, or None if there is none."""
-        ends = [until for until, _, _ in self._until.values() if until > now]
+        ends = [until for until, _, _ in self.until.values() if until > now]
         return min(ends) - now if ends else None

@@ -1,7 +1,8 @@
 """Retries: which failed attempts may be followed by another, and how many in all.
 
-Pure: knows no call and reads no clock.  A call never moves after its first item, nor
-after an error of its handler; that is for its owner to see to.
+Pure: knows no call and reads no clock.  A request is never sent again after the first
+item of its answer, nor after an error of its handler; that is for the call to see to,
+which may continue an answer with another request if its caller gives one.
 """
 
 from __future__ import annotations

@@ -11,14 +11,15 @@ block, never await, never raise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 if TYPE_CHECKING:
     from dynamo.runtime._wire.faults import ErrorObject
-    from dynamo.runtime._wire.payload import AnnotatedItem
+    from dynamo.runtime._wire.payload import Envelope
     from dynamo.runtime._wire.propagation import TraceContext
     from dynamo.runtime._wire.records import EndpointRecord
 
@@ -28,7 +29,7 @@ class CallRequest(msgspec.Struct, kw_only=True):
 
     ``packed`` is ``value`` in MessagePack, which nearly every instance takes; the value
     itself is there for the others.  With streamed input ``packed`` is None.  ``deadline``
-    is a `time.monotonic()` value.
+    is a `time.monotonic()` value; infinity if there is none.
     """
 
     call_id: str
@@ -36,7 +37,7 @@ class CallRequest(msgspec.Struct, kw_only=True):
     packed: bytes | None
     metadata: dict[str, str]
     trace: TraceContext | None = None
-    deadline: float | None = None
+    deadline: float = math.inf
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -100,10 +101,10 @@ class CallEvents(Protocol):
     def on_refused(self, error: Exception, *, inhibits: bool) -> None:
         """There will be no stream.  The last event."""
 
-    def on_items(self, items: list[AnnotatedItem], size_bytes: int) -> None:
+    def on_items(self, items: Sequence[Envelope], size_bytes: int) -> None:
         """One or more items; together they had so many bytes."""
 
-    def on_answer(self, item: AnnotatedItem, size_bytes: int) -> None:
+    def on_answer(self, item: Envelope) -> None:
         """`on_started`, `on_items` with this one, and `on_ended`.  The last event."""
 
     def on_failed(self, error: ErrorObject) -> None:
@@ -250,10 +251,6 @@ class IncomingCall(Protocol):
     @property
     def path(self) -> str:
         """The path it is for."""
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Its transport headers."""
 
     def decode(self) -> IncomingRequest:
         """Look into it.

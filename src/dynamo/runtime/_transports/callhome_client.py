@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from typing import TYPE_CHECKING
 
 from dynamo.runtime._transports.connection import Connection, Limit, connect
+from dynamo.runtime._transports.outgoing import (
+    LOST_TEXT,
+    EncodesInput,
+    callable_address,
+    encode_for,
+    overloaded,
+    remaining_ms,
+    too_large_there,
+)
 from dynamo.runtime._transports.request_pool import RequestPools
 from dynamo.runtime._transports.response_listener import (
     HomeConnection,
@@ -23,7 +31,6 @@ from dynamo.runtime._transports.response_listener import (
 from dynamo.runtime._wire.callhome import (
     INVALID_PATH_TEXT,
     KILL,
-    OVERLOADED_TEXT,
     SENTINEL,
     STOP,
     AckReceived,
@@ -40,34 +47,24 @@ from dynamo.runtime._wire.callhome import (
     input_frame_pieces,
 )
 from dynamo.runtime._wire.faults import exception_of_prologue
-from dynamo.runtime._wire.payload import encode_value, genuine_can_decode
 from dynamo.runtime._wire.propagation import request_headers
-from dynamo.runtime._wire.records import TcpAddress, split_tcp_address
 from dynamo.runtime.errors import (
     CallError,
     CallTimeout,
-    MessageTooLarge,
-    Overloaded,
     Refused,
-    RemoteProtocolError,
     RuntimeClosed,
-    StreamError,
 )
 
 if TYPE_CHECKING:
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._transports import CallEvents, CallRequest
-    from dynamo.runtime._wire.records import EndpointRecord
+    from dynamo.runtime._wire.records import EndpointRecord, TcpAddress
     from dynamo.runtime._wire.two_part import TwoPart
 
 _log = logging.getLogger("dynamo.runtime.callhome")
 
 # How long a stopped call is remembered so that a late call-home can be told of the stop.
 _LATE_CALL_HOME_S = 60.0
-# The wire knows no less.
-_LEAST_LEFT_S = 0.001
-# In milliseconds it has 15 digits, which is what readers take.
-_MOST_LEFT_S = 999_999_999_999
 # How long a stopped call waits for the worker to close; whoever reads waits less.
 _STOPPED_LIMIT_S = 10.0
 
@@ -250,11 +247,11 @@ class _Call:
             self._events.on_ended()
         elif isinstance(event, StreamLost):
             self.close()
-            self._events.on_lost("Stream ended before generation completed")
+            self._events.on_lost(LOST_TEXT)
         elif isinstance(event, ProtocolViolated):
             _log.warning("worker %s broke the protocol: %s", self._authority, event)
             self.kill()
-            self._events.on_lost("Stream ended before generation completed")
+            self._events.on_lost(LOST_TEXT)
         else:
             self._events.on_items([event], size_bytes)  # type: ignore[list-item]
             if self._receiver.complete:
@@ -288,28 +285,7 @@ def _refusal_of(ack: AckReceived | CallError) -> tuple[CallError, bool] | None:
     return None
 
 
-def overloaded(text: str, retry_after_s: float = 1.0) -> Overloaded:
-    """The worker is full, or one of its endpoints, which says so."""
-    settings = "DYN_TCP_WORKER_POOL_SIZE, DYN_TCP_WORK_QUEUE_SIZE (of the worker)"
-    if text != OVERLOADED_TEXT:
-        settings = text.partition(": ")[2]
-    return Overloaded(
-        f"CapacityExhausted: {text}",
-        retry_after=retry_after_s,
-        facts={"limit": settings},
-    )
-
-
-def too_large_there(text: str) -> MessageTooLarge:
-    """The worker allows less than we do."""
-    return MessageTooLarge(
-        f"InvalidRequest: {text}: reduce the request, or raise "
-        "DYN_TCP_MAX_MESSAGE_SIZE of the worker",
-        phase="ack",
-    )
-
-
-class _Input:
+class _Input(EncodesInput):
     """The client's side of a request-stream connection (an `InputSink`)."""
 
     def __init__(
@@ -328,10 +304,6 @@ class _Input:
     @property
     def paused(self) -> bool:
         return self._connection is not None and self._connection.paused
-
-    def encode(self, value: object) -> bytes:
-        packed = encode_value(value, "msgpack")
-        return encode_for(self._record, value, packed, StreamError)
 
     def send(self, body: bytes) -> None:
         if self._connection is not None:
@@ -381,11 +353,16 @@ class _Input:
 class CallhomeClientLane:
     """Calls of one runtime over the genuine lane."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        config: RuntimeConfig,
+        connecting: asyncio.Semaphore,
+    ) -> None:
         self.loop = loop
         self.config = config
         self.listener = ResponseListener(loop, config)
-        self._pools = RequestPools(loop, config)
+        self._pools = RequestPools(loop, config, connecting)
         self._gates: dict[tuple[int, str], _Gate] = {}
 
     def addresses(self) -> set[str]:
@@ -485,73 +462,3 @@ class CallhomeClientLane:
         await self.listener.stop_accepting()
         self._pools.close()
         self.listener.close()
-
-
-def callable_address(record: EndpointRecord) -> TcpAddress:
-    """Where an instance is called, on whatever lane.
-
-    Raises:
-        CallError: it cannot be called over TCP.
-    """
-    if record.transport_kind != "tcp":
-        raise CallError(
-            f"Invalid TCP address '{record.address}': invalid socket address syntax "
-            f"(the instance serves on {record.transport_kind}, this client calls on "
-            "tcp: use the same request plane on both sides)",
-            instance_id=record.instance_id,
-        )
-    try:
-        return split_tcp_address(record.address)
-    except RemoteProtocolError as error:
-        raise CallError(str(error), instance_id=record.instance_id) from error
-
-
-def remaining_ms(request: CallRequest) -> int | None:
-    """What a call that is sent now says of its time; None if it has no deadline.
-
-    Raises:
-        CallTimeout: nothing is left.
-    """
-    if request.deadline is None:
-        return None
-    left_s = request.deadline - time.monotonic()
-    if left_s < _LEAST_LEFT_S:
-        raise CallTimeout(
-            "DeadlineExceeded: the deadline of the call passed before it was sent",
-            phase="send",
-            facts={"limit": "deadline", "seconds": left_s, "items": 0},
-        )
-    # Rounded up: the caller is to be the first to know.
-    return math.ceil(min(left_s, _MOST_LEFT_S) * 1000)
-
-
-def encode_for(
-    record: EndpointRecord, value: object, packed: bytes, kind: type[CallError]
-) -> bytes:
-    """A request or a value of streamed input for this instance.
-
-    Args:
-        packed: The value in MessagePack.
-        kind: What to raise.
-
-    Raises:
-        CallError: the instance cannot read the value.
-    """
-    if record.codec == "msgpack":
-        reason = None if record.ours else genuine_can_decode(value)
-        if reason is not None:
-            raise kind(
-                f"InvalidRequest: the worker cannot decode this request: {reason}",
-                phase="send",
-                instance_id=record.instance_id,
-            )
-        return packed
-    try:
-        return encode_value(value, record.codec)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise kind(
-            f"InvalidRequest: the request cannot be encoded as {record.codec}, which "
-            f"instance {record.instance_id:x} asks for: {error}",
-            phase="send",
-            instance_id=record.instance_id,
-        ) from error

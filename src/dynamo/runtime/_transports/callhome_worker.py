@@ -6,11 +6,10 @@ reports what the client sends there.  Knows nothing of handlers.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from dynamo.runtime._network import SOCKETS
 from dynamo.runtime._sealed import override
@@ -44,8 +43,11 @@ from dynamo.runtime._wire.two_part import TwoPart, TwoPartReader
 from dynamo.runtime.errors import ConnectionFailed, RemoteProtocolError
 
 if TYPE_CHECKING:
+    import asyncio
+
     from dynamo.runtime._network import Network
     from dynamo.runtime._transports import InputEvents, ReplyEvents
+    from dynamo.runtime._transports.replies import Replies
     from dynamo.runtime._wire.faults import ErrorObject
 
 _log = logging.getLogger("dynamo.runtime.callhome")
@@ -62,54 +64,6 @@ _MAX_CONTROL_BYTES = 1024 * 1024
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class Reply(Protocol):
-    """An answer that may outlive its request."""
-
-    @property
-    def undelivered(self) -> bool:
-        """Complete, and not gone out as a whole."""
-
-    def abort(self) -> None:
-        """Close at once."""
-
-
-class Replies:
-    """The open answers of one worker, which outlive their requests.
-
-    A complete answer may still wait for a slow reader, and then for the client to close.
-    """
-
-    def __init__(self) -> None:
-        self._open: set[Reply] = set()
-        self._waiting: list[asyncio.Future[None]] = []
-
-    def add(self, reply: Reply) -> None:
-        self._open.add(reply)
-
-    def discard(self, reply: Reply) -> None:
-        self._open.discard(reply)
-        self.look_again()
-
-    def look_again(self) -> None:
-        """Something was written, or cannot be any more."""
-        waiting, self._waiting = self._waiting, []
-        for waiter in waiting:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def delivered(self) -> None:
-        """Wait until every complete answer has gone out."""
-        while any(reply.undelivered for reply in self._open):
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiter)
-            await waiter
-
-    def abort(self) -> None:
-        """Close all of them at once."""
-        for reply in list(self._open):
-            reply.abort()
-
-
 class CallhomeCall:
     """One request that came over a worker's port (an `IncomingCall`)."""
 
@@ -123,7 +77,7 @@ class CallhomeCall:
     ) -> None:
         assert request.path is not None
         self.path = request.path
-        self.headers: Mapping[str, str] = request.headers
+        self._headers = request.headers
         self._loop = loop
         self._replies = replies
         self._payload = request.payload
@@ -139,14 +93,14 @@ class CallhomeCall:
             self._control = error.control
             raise
         self._control = control
-        remaining_ms = read_remaining_ms(self.headers)
+        remaining_ms = read_remaining_ms(self._headers)
         return IncomingRequest(
             call_id=control.id,
             metadata=control.metadata,
             codec=control.codec,
             body=body,
-            trace=read_trace(self.headers),
-            ours=sent_by_ours(self.headers),
+            trace=read_trace(self._headers),
+            ours=sent_by_ours(self._headers),
             deadline=(
                 None if remaining_ms is None else time.monotonic() + remaining_ms / 1000
             ),

@@ -17,12 +17,18 @@ import socket
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from dynamo.runtime._network import SOCKETS, Listening, Network
 from dynamo.runtime._sealed import override
 from dynamo.runtime._wire.framing import LARGE_BYTES, FrameReader, Memory
-from dynamo.runtime.errors import CannotListen, ConnectionFailed, ProtocolError
+from dynamo.runtime.errors import (
+    CallError,
+    CannotListen,
+    ConnectionFailed,
+    ProtocolError,
+    RuntimeClosed,
+)
 
 _log = logging.getLogger("dynamo.runtime.transport")
 
@@ -547,13 +553,90 @@ async def connect(
     task.add_done_callback(_abandon)
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     cause = task.exception() if task.done() and not task.cancelled() else None
-    raise ConnectionFailed(
+    reason = str(cause) if cause else f"no answer within {timeout_s:g} s"
+    raise connection_failed(authority, reason) from cause
+
+
+def connection_failed(
+    authority: str,
+    reason: str,
+    *,
+    phase: str = "connect",
+    retryable: bool = True,
+) -> ConnectionFailed:
+    """The error of a connection that could not be made, or was lost.
+
+    Args:
+        authority: The address as host:port.
+        reason: Why.
+        phase: How far the call came that needed it.
+        retryable: Whether that call certainly did not reach the worker.
+    """
+    return ConnectionFailed(
         f"Unavailable: TCP connection to {authority} failed",
-        facts={
-            "address": authority,
-            "reason": str(cause) if cause else f"no answer within {timeout_s:g} s",
-        },
-    ) from cause
+        phase=phase,
+        retryable=retryable,
+        facts={"address": authority, "reason": reason},
+    )
+
+
+class SharedOpening(Generic[P]):
+    """A connection that is opened once, whatever the number of calls that want it.
+
+    Args:
+        loop: The home loop.
+        open_one: Opens one.
+        opened: Told of the end of each try, before those who wait for it.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        open_one: Callable[[], Coroutine[Any, Any, P]],
+        opened: Callable[[asyncio.Task[P]], None],
+    ) -> None:
+        self._loop = loop
+        self._open_one = open_one
+        self._opened = opened
+        self._task: asyncio.Task[P] | None = None
+
+    @property
+    def under_way(self) -> bool:
+        return self._task is not None
+
+    def begin(self) -> asyncio.Task[P]:
+        """Open one, unless that is under way."""
+        if self._task is None:
+            self._task = spawn(self._loop, self._open_one())
+            self._task.add_done_callback(self._ended)
+        return self._task
+
+    def _ended(self, task: asyncio.Task[P]) -> None:
+        self._task = None
+        self._opened(task)
+
+    async def connection(self) -> P:
+        """The connection that is under way, or a new one.
+
+        Raises:
+            CallError: it could not be made; an error of its own for each caller.
+            RuntimeClosed: `cancel` was called meanwhile.
+        """
+        task = self.begin()
+        await asyncio.wait((task,))
+        if task.cancelled():
+            raise RuntimeClosed("the runtime was shut down while connecting")
+        error = task.exception()
+        if isinstance(error, CallError):
+            # To which each can add its facts.
+            raise type(error)(str(error), facts=dict(error.facts)) from error
+        if error is not None:
+            raise error
+        return task.result()
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
 
 async def _create_connection(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import sys
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from dynamo.runtime._transports import IncomingCall, IncomingRequest, Rejection
@@ -26,11 +25,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from dynamo.runtime._transports import InputEvents, ReplyEvents
-    from dynamo.runtime._transports.callhome_worker import Replies
+    from dynamo.runtime._transports.replies import Replies
     from dynamo.runtime._wire.duplex_frames import RequestHead
     from dynamo.runtime._wire.propagation import TraceContext
-
-_NO_HEADERS: Mapping[str, str] = {}
 
 
 class DirectCall(IncomingCall, Protocol):
@@ -81,10 +78,6 @@ class DirectCallSide(abc.ABC):
         """Nothing more is told.  They hold us: no cycle is left behind."""
 
     # IncomingCall
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return _NO_HEADERS
 
     def decode(self) -> IncomingRequest:
         assert self._request is not None

@@ -11,23 +11,26 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._transports.callhome_client import (
-    callable_address,
-    encode_for,
-    overloaded,
-    remaining_ms,
-    too_large_there,
-)
 from dynamo.runtime._transports.connection import (
     Limit,
+    SharedOpening,
     SpareMemory,
     connect,
-    spawn,
+    connection_failed,
 )
 from dynamo.runtime._transports.duplex import DuplexConnection
-from dynamo.runtime._wire.callhome import too_large_text
+from dynamo.runtime._transports.outgoing import (
+    LOST_TEXT,
+    EncodesInput,
+    callable_address,
+    draining,
+    overloaded,
+    pack_request,
+    too_large_there,
+)
 from dynamo.runtime._wire.duplex import ANSWER, STARTED, WRITABLE, ClientSide
 from dynamo.runtime._wire.duplex_frames import (
+    CHUNK_BYTES,
     END,
     ERROR,
     HANDLER_REFUSED,
@@ -37,11 +40,8 @@ from dynamo.runtime._wire.duplex_frames import (
     QUEUED,
     REFUSED,
     REQUEST,
-    STREAMED_INPUT,
     TOO_LARGE,
     Hello,
-    RequestHead,
-    encode_request_front,
 )
 from dynamo.runtime._wire.faults import (
     error_of_unreadable,
@@ -49,19 +49,14 @@ from dynamo.runtime._wire.faults import (
     settled,
 )
 from dynamo.runtime._wire.payload import (
-    UNREADABLE,
-    annotated_decoder,
     decode_annotated,
-    encode_value,
 )
 from dynamo.runtime.errors import (
     CallError,
     CallTimeout,
     ConnectionFailed,
-    Refused,
     RemoteProtocolError,
     RuntimeClosed,
-    StreamError,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +71,7 @@ _log = logging.getLogger("dynamo.runtime.duplex")
 
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 0.2
-LOST_TEXT = "Stream ended before generation completed"
+_CLOSED_AT_ONCE = "it was closed as soon as it stood"
 
 
 class NoDuplex(CallError):
@@ -86,13 +81,12 @@ class NoDuplex(CallError):
     retryable = True
 
 
-class _Call:
+class _Call(EncodesInput):
     """One outgoing call: a `CallHandle`, and the `InputSink` of its input."""
 
     __slots__ = (
         "_acknowledged",
         "_connection",
-        "_decode",
         "_events",
         "_over",
         "_record",
@@ -110,7 +104,6 @@ class _Call:
     ) -> None:
         self._connection = connection
         self._record = record
-        self._decode = annotated_decoder(record.codec)
         self._events = events
         self._streamed = value is None
         self._acknowledged = False
@@ -148,10 +141,6 @@ class _Call:
     def paused(self) -> bool:
         return bool(self._stream.queue) or self._connection.paused
 
-    def encode(self, value: object) -> bytes:
-        packed = encode_value(value, "msgpack")
-        return encode_for(self._record, value, packed, StreamError)
-
     def send(self, body: bytes) -> None:
         if not self._over:
             self._connection.side.send(self._stream, INPUT, body)
@@ -166,20 +155,19 @@ class _Call:
 
     def on_items(self, bodies: list[bytes | memoryview]) -> None:
         self._stream.items = None
-        decode = self._decode
-        try:
-            items = [decode(body) for body in bodies]
-        except UNREADABLE:
-            self._on_unreadable(bodies)
+        size_bytes = sum(map(len, bodies))
+        if size_bytes > CHUNK_BYTES or self._record.codec != "msgpack":
+            self._decode_now(bodies)
         else:
-            self._events.on_items(items, sum(map(len, bodies)))
+            self._events.on_items(bodies, size_bytes)
 
-    def _on_unreadable(self, bodies: list[bytes | memoryview]) -> None:
-        """Those before the one that cannot be read still count."""
+    def _decode_now(self, bodies: list[bytes | memoryview]) -> None:
+        """The memory of large items is wanted again; their bytes cannot wait."""
         for body in bodies:
             try:
                 item = decode_annotated(body, self._record.codec)
             except RemoteProtocolError as error:
+                # Those before it still count.
                 self.close()
                 self._events.on_failed(error_of_unreadable(str(error)))
                 return
@@ -187,17 +175,14 @@ class _Call:
 
     def on_answer(self, body: bytes | memoryview) -> None:
         """The whole answer is one item, and the first that is heard of the call."""
-        try:
-            item = self._decode(body)
-        except UNREADABLE:
+        plain = type(body) is bytes and self._record.codec == "msgpack"
+        if self._streamed or self._acknowledged or not plain:
             self._on_answer_in_steps(body)
             return
-        if self._streamed:
-            self._on_answer_in_steps(body)
-            return
-        self._acknowledge(ANSWER)
-        self._let_go()
-        self._events.on_answer(item, len(body))
+        self._acknowledged = self._over = True
+        self._stream.owner = None
+        del self._connection.unacknowledged[self]
+        self._events.on_answer(body)
 
     def _on_answer_in_steps(self, body: bytes | memoryview) -> None:
         """What is told of one step may end the call before the next."""
@@ -214,7 +199,8 @@ class _Call:
     def on_event(self, kind: int, payload: Any) -> None:
         """Everything but items and their beginning."""
         if kind == WRITABLE:
-            self._connection.gone_out(self)
+            if not self._acknowledged:
+                self._connection.gone_out(self)
             self.on_writable()
             return
         self._acknowledge(kind)
@@ -231,7 +217,7 @@ class _Call:
         if self._acknowledged:
             return
         self._acknowledged = True
-        self._connection.acknowledged(self)
+        del self._connection.unacknowledged[self]
         if self._streamed and kind in (QUEUED, STARTED):
             # The worker has the request and does not refuse it.
             self._events.on_input_wanted(self)
@@ -298,13 +284,6 @@ class _Call:
             self._events.on_lost(LOST_TEXT)
 
 
-def draining(record: EndpointRecord, text: str = "") -> Refused:
-    """The worker takes no new calls, or not this one."""
-    path = callable_address(record).path
-    text = text or f"Server unavailable: endpoint {path} is draining"
-    return Refused(f"Unavailable: {text}", instance_id=record.instance_id)
-
-
 class _WorkerConnection(DuplexConnection):
     """The client's end of a connection to one worker process."""
 
@@ -316,8 +295,8 @@ class _WorkerConnection(DuplexConnection):
         self.greeted: asyncio.Future[None] = link.loop.create_future()
         self._link = link
         self._used_at = link.loop.time()
-        # In the order of their limits.
-        self._unacknowledged: dict[_Call, float] = {}
+        self.unacknowledged: dict[_Call, float] = {}
+        """The calls that have not been, and until when: in the order of these limits."""
         self._timer: Limit | None = None
         self._retiring = False
 
@@ -335,54 +314,48 @@ class _WorkerConnection(DuplexConnection):
             CallTimeout: its deadline has passed.
             CallError: the instance cannot read the value.
         """
-        body = request.packed
-        if body is not None:
-            body = encode_for(record, request.value, body, CallError)
         assert self.side.peer is not None
         limit = self._config.max_message_bytes
-        body_bytes = len(body or b"")
-        head = head_of(path, record.codec, request)
-        front = encode_request_front(head, body_bytes, limit)
-        size = len(front) + body_bytes
         limit_there = self.side.peer.max_message_bytes or limit
-        if size > limit_there:
-            raise too_large_there(too_large_text(size, limit_there))
+        _, front, body = pack_request(record, path, request, limit, limit_there)
         call = _Call(self, record, events, front, body)
         limit_at = self._loop.time() + self._config.request_timeout_s
-        self._unacknowledged[call] = limit_at
+        self.unacknowledged[call] = limit_at
         if self._timer is None:
             self._set_timer(limit_at)
         if len(self.side.out) >= self.flush_at:
             self.touch()
         return call
 
-    def acknowledged(self, call: _Call) -> None:
-        del self._unacknowledged[call]
-
     def gone_out(self, call: _Call) -> None:
-        """What waited for credit was sent; if that was the request, its time begins."""
-        if self._unacknowledged.pop(call, None) is not None:
-            limit_at = self._loop.time() + self._config.request_timeout_s
-            self._unacknowledged[call] = limit_at
+        """Its request had to wait for credit: the time of the call begins now."""
+        del self.unacknowledged[call]
+        limit_at = self._loop.time() + self._config.request_timeout_s
+        self.unacknowledged[call] = limit_at
 
     def end(self, call: _Call, stream: Stream) -> None:
         """Forget a call, and tell the worker if it may know of it."""
-        self._unacknowledged.pop(call, None)
+        self.unacknowledged.pop(call, None)
         self.side.kill(stream)
         self.touch()
         self._close_if_done()
 
     def retire(self) -> None:
-        """Close when the last call has ended; those without an answer fail."""
+        """Close when the last call has ended."""
         self._retiring = True
-        for call in list(self._unacknowledged):
+        self._close_if_done()
+
+    def shut_down(self) -> None:
+        """Retire; the calls that were not acknowledged fail."""
+        self.retire()
+        for call in list(self.unacknowledged):
             error = RuntimeClosed("the runtime was shut down during the call")
             call.refuse(error, inhibits=False)
-        self._close_if_done()
 
     @property
     def takes_calls(self) -> bool:
-        return self.is_open and self.side.usable
+        opened = self._transport is not None and not self._closing
+        return opened and self.side.usable
 
     @property
     def idle(self) -> bool:
@@ -400,19 +373,22 @@ class _WorkerConnection(DuplexConnection):
         self._timer = Limit(self._loop, at - self._loop.time(), self._expire)
 
     def _expire(self) -> None:
-        self._timer = None
+        assert self._timer is not None
+        unacknowledged, slack_s = self.unacknowledged, self._timer.slack_s
+        for call in unacknowledged:
+            unacknowledged[call] += slack_s
         now = self._loop.time()
-        while self._unacknowledged:
-            call, limit_at = next(iter(self._unacknowledged.items()))
+        while unacknowledged:
+            call, limit_at = next(iter(unacknowledged.items()))
             if limit_at > now:
                 self._set_timer(limit_at)
                 return
             if call.sending:
-                # Its time begins when it has gone out; see `gone_out`.
-                del self._unacknowledged[call]
-                self._unacknowledged[call] = now + self._config.request_timeout_s
-                continue
-            call.refuse(self._no_answer(), inhibits=True)
+                # Its time begins when it has gone out.
+                self.gone_out(call)
+            else:
+                call.refuse(self._no_answer(), inhibits=True)
+        self._timer = None
 
     def _no_answer(self) -> CallTimeout:
         return CallTimeout(
@@ -481,35 +457,21 @@ class _WorkerConnection(DuplexConnection):
         self._link.forget(self)
         reason = self.loss or str(error or "closed by the worker")
         if not self.greeted.done():
-            self.greeted.set_exception(self._link.failed(reason))
+            self.greeted.set_exception(connection_failed(self._link.authority, reason))
         # Nobody may be waiting for it.
         self.greeted.exception()
         never_left = self.side.never_left()
-        streams = [*self.side.streams.values(), *self.side.waiting]
-        self._unacknowledged.clear()
-        for stream in dict.fromkeys(streams):
+        self.unacknowledged.clear()
+        for stream in self.side.lost():
             left = stream not in never_left
-            failed = self._link.failed(reason, phase="ack" if left else "send")
-            failed.retryable = not left
             if stream.owner is not None:
+                failed = connection_failed(
+                    self._link.authority,
+                    reason,
+                    phase="ack" if left else "send",
+                    retryable=not left,
+                )
                 stream.owner.on_lost(failed, never_left=not left)
-
-
-def head_of(path: str, codec: str, request: CallRequest) -> RequestHead:
-    """What a request says about itself.
-
-    Raises:
-        CallTimeout: its deadline has passed.
-    """
-    return RequestHead(
-        request.call_id,
-        path,
-        request.metadata or None,
-        request.trace,
-        remaining_ms(request),
-        codec,
-        STREAMED_INPUT if request.packed is None else 0,
-    )
 
 
 class _Link:
@@ -530,17 +492,10 @@ class _Link:
         # Those that take calls, and all.
         self._ready: list[_WorkerConnection] = []
         self._connections: set[_WorkerConnection] = set()
-        self._opening: asyncio.Task[_WorkerConnection] | None = None
+        self._opening = SharedOpening(self.loop, self._open, self._on_opened)
         self._failures = 0
         self._not_before = 0.0
         self._last_failure = ""
-
-    def failed(self, reason: str, phase: str = "connect") -> ConnectionFailed:
-        return ConnectionFailed(
-            f"Unavailable: TCP connection to {self.authority} failed",
-            phase=phase,
-            facts={"address": self.authority, "reason": reason},
-        )
 
     async def connection(self, record: EndpointRecord) -> _WorkerConnection:
         """A connection that takes a call, made if there is none.
@@ -557,7 +512,7 @@ class _Link:
                 raise draining(record)
             if not connection.is_open:
                 # Lost between the turn in which it stood and this one.
-                raise self.failed("it was closed as soon as it stood")
+                raise connection_failed(self.authority, _CLOSED_AT_ONCE)
         return connection
 
     def standing(self, record: EndpointRecord) -> _WorkerConnection | None:
@@ -566,6 +521,10 @@ class _Link:
         Raises:
             Refused: the worker takes no new calls.
         """
+        ready = self._ready
+        if len(ready) == self.config.duplex_connections == 1 and ready[0].takes_calls:
+            # As nearly always.
+            return ready[0]
         connection = self._least_busy()
         if connection is not None and connection.side.going_away:
             raise draining(record)
@@ -587,7 +546,7 @@ class _Link:
     def _open_another(self) -> None:
         """Beside the call that would have liked it."""
         if self.loop.time() >= self._not_before:
-            self._open_soon()
+            self._opening.begin()
 
     def _retired(self, connection: _WorkerConnection) -> _WorkerConnection | None:
         """One that takes no calls gives way to others."""
@@ -601,27 +560,12 @@ class _Link:
         return self._least_busy()
 
     async def _opened(self) -> _WorkerConnection:
-        """Open one connection, whatever the number of calls that want it."""
+        """One more connection, unless that has failed just now."""
         if self.loop.time() < self._not_before:
             # Nobody waits to hear what is known: another instance may take the call.
-            raise self.failed(f"{self._last_failure} (a moment ago)")
-        opening = self._open_soon()
-        await asyncio.wait((opening,))
-        if opening.cancelled():
-            raise RuntimeClosed("the runtime was shut down while connecting")
-        error = opening.exception()
-        if isinstance(error, CallError):
-            # Each caller gets an error of its own, to which its facts can be added.
-            raise type(error)(str(error), facts=dict(error.facts)) from error
-        if error is not None:
-            raise error
-        return opening.result()
-
-    def _open_soon(self) -> asyncio.Task[_WorkerConnection]:
-        if self._opening is None:
-            self._opening = spawn(self.loop, self._open())
-            self._opening.add_done_callback(self._on_opened)
-        return self._opening
+            reason = f"{self._last_failure} (a moment ago)"
+            raise connection_failed(self.authority, reason)
+        return await self._opening.connection()
 
     async def _open(self) -> _WorkerConnection:
         limit_s = self.config.connect_timeout_s
@@ -635,7 +579,8 @@ class _Link:
                 limit_s,
                 self.config.network,
             )
-        self._connections.add(connection)
+        if connection.is_open:
+            self._connections.add(connection)
         try:
             await self._greeting(connection, began + limit_s - self.loop.time())
         except BaseException:
@@ -654,10 +599,9 @@ class _Link:
             )
         connection.greeted.result()
         if not connection.is_open:
-            raise self.failed("it was closed as soon as it stood")
+            raise connection_failed(self.authority, _CLOSED_AT_ONCE)
 
     def _on_opened(self, task: asyncio.Task[_WorkerConnection]) -> None:
-        self._opening = None
         if task.cancelled():
             return
         if task.exception() is None:
@@ -687,13 +631,12 @@ class _Link:
     def unused(self) -> bool:
         """Whether nothing is lost by forgetting it."""
         waits = self._not_before > self.loop.time()
-        return self._opening is None and not self._connections and not waits
+        return not (self._opening.under_way or self._connections or waits)
 
     def close(self) -> None:
-        if self._opening is not None:
-            self._opening.cancel()
+        self._opening.cancel()
         for connection in list(self._connections):
-            connection.retire()
+            connection.shut_down()
 
     def abort(self) -> None:
         for connection in list(self._connections):
@@ -707,10 +650,15 @@ def _calls_on(connection: _WorkerConnection) -> int:
 class DuplexClientLane:
     """Calls of one runtime over the duplex lane."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        config: RuntimeConfig,
+        connecting: asyncio.Semaphore,
+    ) -> None:
         self.loop = loop
         self.config = config
-        self.connecting = asyncio.Semaphore(config.global_connect_limit)
+        self.connecting = connecting
         self.memory = SpareMemory(loop)
         self._links: dict[tuple[str, int], _Link] = {}
         # By the addresses in records, which take time to read.
@@ -725,7 +673,8 @@ class DuplexClientLane:
         Raises:
             CallError: it was not sent.
         """
-        address, link = self._link(record)
+        # Closed lanes have no routes.
+        address, link = self._routes.get(record.address) or self._route(record)
         connection = link.standing(record)
         if connection is None:
             return None
@@ -740,19 +689,13 @@ class DuplexClientLane:
             NoDuplex: the worker's port does not speak the lane; nothing was sent.
             CallError: it was not sent.
         """
-        address, link = self._link(record)
+        address, link = self._route(record)
         connection = await link.connection(record)
         return connection.call(record, address.path, request, events)
 
-    def _link(self, record: EndpointRecord) -> tuple[TcpAddress, _Link]:
+    def _route(self, record: EndpointRecord) -> tuple[TcpAddress, _Link]:
         if self._closed:
             raise RuntimeClosed("the runtime was shut down")
-        route = self._routes.get(record.address)
-        if route is None or record.transport_kind != "tcp":
-            route = self._new_route(record)
-        return route
-
-    def _new_route(self, record: EndpointRecord) -> tuple[TcpAddress, _Link]:
         address = callable_address(record)
         key = (address.host, address.port)
         link = self._links.get(key) or self._new_link(key, address)
@@ -775,6 +718,7 @@ class DuplexClientLane:
     async def aclose(self) -> None:
         """Make no more calls; those in progress run to their end."""
         self._closed = True
+        self._routes.clear()
         for link in list(self._links.values()):
             link.close()
 

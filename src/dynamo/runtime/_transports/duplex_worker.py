@@ -298,8 +298,7 @@ class DuplexWorkerConnection(DuplexConnection):
     @override
     def lost(self, error: Exception | None) -> None:
         super().lost(error)
-        streams, self.side.streams = self.side.streams, {}
-        for stream in streams.values():
+        for stream in self.side.lost():
             if stream.owner is not None:
                 stream.owner.on_stop(killed=True)
         self._wake()

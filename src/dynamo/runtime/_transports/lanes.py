@@ -7,20 +7,18 @@ the genuine lane until its record changes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING
 
 from dynamo.runtime._config import LOCAL
 from dynamo.runtime._transports.callhome_client import CallhomeClientLane
 from dynamo.runtime._transports.duplex_client import DuplexClientLane, NoDuplex
-from dynamo.runtime._transports.local import LocalLane, neighbour
+from dynamo.runtime._transports.local import LocalLane, neighbour, ports
 
 if TYPE_CHECKING:
-    import asyncio
-
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._transports import CallEvents, CallHandle, CallRequest
-    from dynamo.runtime._transports.local import LocalServer
     from dynamo.runtime._wire.records import EndpointRecord
 
 _log = logging.getLogger("dynamo.runtime.lanes")
@@ -33,8 +31,10 @@ class Lanes:
     """The `ClientLane` of a runtime, made of the lanes it speaks."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
-        self.callhome = CallhomeClientLane(loop, config)
-        self.duplex = DuplexClientLane(loop, config)
+        # Whatever the lane, so many connections may be under way.
+        connecting = asyncio.Semaphore(config.global_connect_limit)
+        self.callhome = CallhomeClientLane(loop, config, connecting)
+        self.duplex = DuplexClientLane(loop, config, connecting)
         self.local = LocalLane(loop, config)
         self._loop = loop
         self._stays_local = LOCAL in config.lanes
@@ -45,9 +45,10 @@ class Lanes:
     def open_now(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> CallHandle | None:
-        server = self._neighbour(record)
-        if server is not None:
-            return self.local.open_now(server, record, request, events)
+        if self._stays_local and ports:
+            server = neighbour(record, self._loop)
+            if server is not None:
+                return self.local.open_now(server, record, request, events)
         if self._uses_duplex(record):
             return self.duplex.open_now(record, request, events)
         return None
@@ -55,7 +56,7 @@ class Lanes:
     async def open(
         self, record: EndpointRecord, request: CallRequest, events: CallEvents
     ) -> CallHandle:
-        server = self._neighbour(record)
+        server = neighbour(record, self._loop) if self._stays_local else None
         if server is not None:
             return self.local.open_now(server, record, request, events)
         if self._uses_duplex(record):
@@ -64,9 +65,6 @@ class Lanes:
             except NoDuplex as error:
                 self._fall_back(record, error)
         return await self.callhome.open(record, request, events)
-
-    def _neighbour(self, record: EndpointRecord) -> LocalServer | None:
-        return neighbour(record, self._loop) if self._stays_local else None
 
     def _uses_duplex(self, record: EndpointRecord) -> bool:
         if not self._speaks_duplex or "duplex" not in record.lanes:

@@ -15,33 +15,31 @@ from typing import TYPE_CHECKING, Protocol
 
 from dynamo.runtime._sealed import override
 from dynamo.runtime._transports import Rejection
-from dynamo.runtime._transports.callhome_client import (
-    callable_address,
-    encode_for,
-    overloaded,
-    too_large_there,
-)
 from dynamo.runtime._transports.direct_call import DirectCallSide
-from dynamo.runtime._transports.duplex_client import LOST_TEXT, draining, head_of
-from dynamo.runtime._wire.callhome import too_large_text, unknown_endpoint_text
+from dynamo.runtime._transports.outgoing import (
+    LOST_TEXT,
+    EncodesInput,
+    callable_address,
+    draining,
+    overloaded,
+    pack_request,
+)
+from dynamo.runtime._wire.callhome import unknown_endpoint_text
 from dynamo.runtime._wire.duplex_frames import (
     decode_error,
     decode_handler_refusal,
     encode_error,
     encode_handler_refusal,
-    encode_request_front,
 )
 from dynamo.runtime._wire.faults import (
     error_of_unreadable,
     exception_of_prologue,
     settled,
 )
-from dynamo.runtime._wire.payload import decode_annotated, encode_value
+from dynamo.runtime._wire.payload import decode_annotated
 from dynamo.runtime.errors import (
-    CallError,
     RemoteProtocolError,
     RuntimeClosed,
-    StreamError,
 )
 
 if TYPE_CHECKING:
@@ -75,33 +73,40 @@ class LocalServer(Protocol):
         """It will not."""
 
 
-# By host:port as in the records.  A port that is closed or forgotten is not found.
-_ports: weakref.WeakValueDictionary[str, LocalServer] = weakref.WeakValueDictionary()
+ports: dict[str, weakref.ref[LocalServer]] = {}
+"""By host:port as in the records.  A port that is closed or forgotten is not there."""
 if hasattr(os, "register_at_fork"):
     # The ports of the parent are not the child's.
-    os.register_at_fork(after_in_child=_ports.clear)
+    os.register_at_fork(after_in_child=ports.clear)
 
 
 def announce(authority: str, server: LocalServer) -> None:
     """Let runtimes of this process find the port without its socket."""
-    _ports[authority] = server
+    ports[authority] = weakref.ref(server, functools.partial(_forget, authority))
+
+
+def _forget(authority: str, gone: weakref.ref[LocalServer]) -> None:
+    """Nobody closed it; another may have taken its place since."""
+    if ports.get(authority) is gone:
+        del ports[authority]
 
 
 def withdraw(server: LocalServer) -> None:
     """The port closes: its neighbours are told what everybody is told."""
-    for authority, other in list(_ports.items()):
-        if other is server:
-            del _ports[authority]
+    for authority, other in list(ports.items()):
+        if other() is server:
+            del ports[authority]
 
 
 def neighbour(
     record: EndpointRecord, loop: asyncio.AbstractEventLoop
 ) -> LocalServer | None:
     """The port of a record, if it is one of this process on that loop."""
-    if not _ports or record.transport_kind != "tcp":
+    if not ports or record.transport_kind != "tcp":
         return None
     authority, _, _ = record.address.removeprefix("tcp://").partition("/")
-    server = _ports.get(authority)
+    known = ports.get(authority)
+    server = None if known is None else known()
     return server if server is not None and server.loop is loop else None
 
 
@@ -132,16 +137,10 @@ class LocalLane:
         """
         if not self.is_open:
             raise RuntimeClosed("the runtime was shut down")
-        body = request.packed
-        if body is not None:
-            body = encode_for(record, request.value, body, CallError)
-        head = head_of(callable_address(record).path, record.codec, request)
-        body_bytes = len(body or b"")
-        front = encode_request_front(head, body_bytes, self._config.max_message_bytes)
-        size = len(front) + body_bytes
+        path = callable_address(record).path
+        limit = self._config.max_message_bytes
         limit_there = server.config.max_message_bytes
-        if size > limit_there:
-            raise too_large_there(too_large_text(size, limit_there))
+        head, _, body = pack_request(record, path, request, limit, limit_there)
         handle = LocalHandle(self, record, events, streamed=body is None)
         call = LocalCall(handle, head, body)
         handle.call = call
@@ -182,7 +181,7 @@ class LocalLane:
             handle.break_off()
 
 
-class LocalHandle:
+class LocalHandle(EncodesInput):
     """The client's half of a call: a `CallHandle`, and the `InputSink` of its input."""
 
     __slots__ = ("_events", "_reached", "_record", "_streamed", "call", "lane")
@@ -244,10 +243,6 @@ class LocalHandle:
     def paused(self) -> bool:
         return self.call is not None and self.call.input_paused
 
-    def encode(self, value: object) -> bytes:
-        packed = encode_value(value, "msgpack")
-        return encode_for(self._record, value, packed, StreamError)
-
     def send(self, body: bytes) -> None:
         if self.call is not None:
             self.call.on_input(body)
@@ -273,6 +268,9 @@ class LocalHandle:
         self._events.on_started()
 
     def on_item(self, body: bytes) -> None:
+        if self._record.codec == "msgpack":
+            self._events.on_items([body], len(body))
+            return
         try:
             item = decode_annotated(body, self._record.codec)
         except RemoteProtocolError as error:

@@ -6,23 +6,29 @@ back acks; knows nothing of what is in them.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dynamo.runtime._sealed import override
-from dynamo.runtime._transports.connection import Connection, Limit, connect, spawn
+from dynamo.runtime._transports.connection import (
+    Connection,
+    Limit,
+    SharedOpening,
+    connect,
+    connection_failed,
+)
 from dynamo.runtime._wire.callhome import AckReader, AckReceived
 from dynamo.runtime.errors import (
     CallError,
     CallTimeout,
-    ConnectionFailed,
     RemoteProtocolError,
     RuntimeClosed,
 )
 
 if TYPE_CHECKING:
+    import asyncio
+
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._wire.records import TcpAddress
 
@@ -113,11 +119,11 @@ class RequestConnection(Connection):
         written = len(awaited) - len(self._out)
         for position, (_, on_ack) in enumerate(awaited):
             on_ack(
-                ConnectionFailed(
-                    f"Unavailable: TCP connection to {self._pool.authority} failed",
+                connection_failed(
+                    self._pool.authority,
+                    str(error or "closed by the worker"),
                     phase="ack" if position < written else "send",
                     retryable=position >= written,
-                    facts={"reason": str(error or "closed by the worker")},
                 )
             )
 
@@ -139,7 +145,7 @@ class _HostPool:
         self._port = address.port
         self._connections: list[RequestConnection] = []
         self._turn = 0
-        self._opening: asyncio.Task[RequestConnection] | None = None
+        self._opening = SharedOpening(self.loop, self._open, _opened)
         self._wanting_room: list[asyncio.Future[None]] = []
 
     async def connection(self) -> RequestConnection:
@@ -156,18 +162,13 @@ class _HostPool:
             if ready is not None:
                 return ready
             if len(self._connections) < self.config.pool_size:
-                opened = await self._open_one()
+                opened = await self._opening.connection()
                 if not opened.is_open:
                     # Whoever accepts and closes would be called again and again.
-                    raise self._failed("it was closed as soon as it stood")
+                    reason = "it was closed as soon as it stood"
+                    raise connection_failed(self.authority, reason)
             else:
                 await self._wait_for_room()
-
-    def _failed(self, reason: str) -> ConnectionFailed:
-        return ConnectionFailed(
-            f"Unavailable: TCP connection to {self.authority} failed",
-            facts={"address": self.authority, "reason": reason},
-        )
 
     def _next_usable(self) -> RequestConnection | None:
         count = len(self._connections)
@@ -177,23 +178,6 @@ class _HostPool:
                 self._turn = (self._turn + step + 1) % count
                 return candidate
         return None
-
-    async def _open_one(self) -> RequestConnection:
-        """Open one connection, whatever the number of callers that want it."""
-        if self._opening is None:
-            self._opening = spawn(self.loop, self._open())
-            self._opening.add_done_callback(self._opened)
-        opening = self._opening
-        await asyncio.wait((opening,))
-        if opening.cancelled():
-            raise RuntimeClosed("the runtime was shut down while connecting")
-        error = opening.exception()
-        if isinstance(error, ConnectionFailed):
-            # Each caller gets an error of its own, to which its facts can be added.
-            raise ConnectionFailed(str(error), facts=dict(error.facts)) from error
-        if error is not None:
-            raise error
-        return opening.result()
 
     async def _open(self) -> RequestConnection:
         async with self._pools.connecting:
@@ -208,11 +192,6 @@ class _HostPool:
         if connection.is_open:
             self._connections.append(connection)
         return connection
-
-    def _opened(self, task: asyncio.Task[RequestConnection]) -> None:
-        self._opening = None
-        if not task.cancelled():
-            task.exception()
 
     async def _wait_for_room(self) -> None:
         waiter = self.loop.create_future()
@@ -237,22 +216,33 @@ class _HostPool:
 
     @property
     def idle(self) -> bool:
-        return self._opening is None and all(c.idle for c in self._connections)
+        opening = self._opening.under_way
+        return not opening and all(c.idle for c in self._connections)
 
     def close(self) -> None:
-        if self._opening is not None:
-            self._opening.cancel()
+        self._opening.cancel()
         for connection in list(self._connections):
             connection.close()
+
+
+def _opened(task: asyncio.Task[RequestConnection]) -> None:
+    """Whoever waits sees the error; perhaps nobody does."""
+    if not task.cancelled():
+        task.exception()
 
 
 class RequestPools:
     """One pool for each worker port that is in use."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, config: RuntimeConfig) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        config: RuntimeConfig,
+        connecting: asyncio.Semaphore,
+    ) -> None:
         self.loop = loop
         self.config = config
-        self.connecting = asyncio.Semaphore(config.global_connect_limit)
+        self.connecting = connecting
         self._pools: dict[tuple[str, int], _HostPool] = {}
         self._idle_timer: asyncio.TimerHandle | None = None
         self._closed = False

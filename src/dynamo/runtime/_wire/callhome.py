@@ -21,7 +21,12 @@ from dynamo.runtime._wire.faults import (
     settled,
 )
 from dynamo.runtime._wire.framing import FrameReader, Memory
-from dynamo.runtime._wire.payload import UNREADABLE, AnnotatedItem, decode_value
+from dynamo.runtime._wire.payload import (
+    UNREADABLE,
+    Annotated,
+    decode_value,
+    error_in,
+)
 from dynamo.runtime._wire.two_part import (
     TwoPart,
     decode_two_part,
@@ -572,7 +577,7 @@ class ProtocolViolated(msgspec.Struct):
 
 ResponseEvent = (
     PrologueReceived
-    | AnnotatedItem
+    | Annotated
     | ErrorReceived
     | StreamEnded
     | StreamLost
@@ -592,7 +597,7 @@ class _Body(msgspec.Struct, gc=False):
     """The body of a data frame, decoded once together with the item in it."""
 
     complete_final: bool
-    data: AnnotatedItem | None = None
+    data: Annotated | None = None
 
 
 _BODY_DECODERS = {
@@ -609,11 +614,11 @@ class ResponseReceiver:
 
         PROLOGUE  a header-only object without error  -> ITEMS, PrologueReceived
                   one with error, or anything else    -> OVER, PrologueReceived(error)
-        ITEMS     data                                -> AnnotatedItem
+        ITEMS     data                                -> Annotated
                   data of an error item, not readable,
                   or empty                            -> OVER, ErrorReceived
                   the final mark                      -> ENDED, StreamEnded
-                  the final mark with data            -> ENDING, AnnotatedItem
+                  the final mark with data            -> ENDING, Annotated
                   "sentinel"                          -> OVER, StreamLost
                   any other header                    -> OVER, ProtocolViolated
         ENDING    "sentinel"                          -> OVER, StreamEnded
@@ -695,7 +700,7 @@ class ResponseReceiver:
             return self._fail(
                 _internal_error("Empty response received - this should never happen")
             )
-        if item.event == "error":
+        if item.event() == "error":
             return self._fail(_error_of_item(item))
         return item
 
@@ -747,10 +752,11 @@ def _read_typed_error(raw: msgspec.Raw) -> ErrorObject | None:
     return settled(error) if error is not None and is_of_known_form(error) else None
 
 
-def _error_of_item(item: AnnotatedItem) -> ErrorReceived:
-    if item.error is not None:
-        return ErrorReceived(settled(item.error))
-    return _internal_error(", ".join(item.comment or ()) or "unknown error")
+def _error_of_item(item: Annotated) -> ErrorReceived:
+    error = error_in(item)
+    if error is not None:
+        return ErrorReceived(settled(error))
+    return _internal_error(", ".join(item.comments() or ()) or "unknown error")
 
 
 def _internal_error(text: str) -> ErrorReceived:

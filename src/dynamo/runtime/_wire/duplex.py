@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from dynamo.runtime._sealed import override
 from dynamo.runtime._wire.callhome import too_large_text
@@ -41,6 +41,7 @@ from dynamo.runtime._wire.duplex_frames import (
     MAX_CREDIT,
     PART,
     PART_BYTES,
+    PART_HEAD_BYTES,
     PING,
     PONG,
     PREFACE,
@@ -49,7 +50,6 @@ from dynamo.runtime._wire.duplex_frames import (
     REQUEST,
     RESET,
     STOP,
-    STREAMED_INPUT,
     TOO_LARGE,
     UNAVAILABLE,
     Hello,
@@ -80,27 +80,31 @@ _MAX_PING_BYTES = 8
 # While messages come in parts, their senders may together be so far ahead of what has
 # arrived; each of them at least by the credit of a stream.
 _WINDOW_BYTES = 1024 * 1024
-# In front of the bytes of a PART; and with the header of the frame.
-_PART_HEAD_BYTES = 4
-_NEXT_BYTES = HEADER_BYTES + _PART_HEAD_BYTES
+# What stands in front of the bytes of a PART.
+_NEXT_BYTES = HEADER_BYTES + PART_HEAD_BYTES
 
 # States of a stream: of the client's side, then of the worker's.
 _NEW, _SENT, _WAITING, _STARTED, _OPENING, _OPEN = range(6)
 
 
 class Stream:
-    """One call on a connection, as one side sees it.  Only `owner` is for others to set.
+    """One call on a connection, as one side sees it.
+
+    Only `owner` is for others to set, and `items` for them to take.
 
     Attributes:
         id: 0 until the first frame of it went out.
         owner: Whatever the owner of the connection keeps with it.
-        items: What the latest event `ITEM` carries, until whoever handles it takes them.
+        items: What the latest event `ITEM` carries, until whoever handles it takes them
+            and leaves None.
         queue: What waits for credit, in order: type, what is left of it, its length,
             and what stands in front of what is left.
         withheld: Credit is not given back: its reader is behind.
+        state: Where it is in its life, as its side sees it.
         credit: Bytes that may be sent.
         room: Bytes that the peer may still send.
         parts: What is there of a message that comes in parts.
+        input_open: The client may send input; only the worker's side keeps it.
         last_header: The very object that stands in front of the latest message.
     """
 
@@ -136,6 +140,10 @@ class Stream:
 Event: TypeAlias = "tuple[int, Stream | None, Any]"
 """A type of frame (or STARTED, WRITABLE, ANSWER), its stream, and what it carries."""
 
+_Handlers: TypeAlias = (
+    "dict[int, Callable[[Any, int, bytes | memoryview, list[Event]], None]]"
+)
+
 
 class _Side(FrameReader[Event]):
     """What both sides have in common: cutting, credit, messages in parts.
@@ -163,14 +171,6 @@ class _Side(FrameReader[Event]):
         self._message_into: tuple[int, Stream] | None = None
         self._credit = 0
         self._room = ours.connection_credit
-        self._on_control: dict[
-            int, Callable[[int, bytes | memoryview, list[Event]], None]
-        ] = {
-            HELLO: self._on_hello,
-            PING: self._on_ping,
-            PONG: self._on_pong,
-            CREDIT: self._on_credit,
-        }
 
     # Sending
 
@@ -251,6 +251,13 @@ class _Side(FrameReader[Event]):
             self._unqueue(stream)
         self.streams.pop(stream.id, None)
 
+    def lost(self) -> list[Stream]:
+        """The connection has gone, and with it every stream and what waits."""
+        streams = list(dict.fromkeys((*self.streams.values(), *self.waiting)))
+        for stream in streams:
+            self._forget(stream)
+        return streams
+
     # Receiving
 
     def withhold(self, stream: Stream) -> None:
@@ -263,9 +270,10 @@ class _Side(FrameReader[Event]):
         if 2 * stream.room <= self._ours.stream_credit and stream.id in self.streams:
             self._give_back(stream)
 
-    def _room_is_low(self, stream: Stream, cost: int) -> None:
+    def _room_is_low(self, stream: Stream, cost: int, kind: int) -> None:
         if not stream.withheld:
-            self._give_back(stream)
+            if kind not in _FINAL_MESSAGES:
+                self._give_back(stream)
         elif stream.room + cost <= 0:
             raise RemoteProtocolError(f"a message beyond the credit of {stream.id}")
 
@@ -292,10 +300,8 @@ class _Side(FrameReader[Event]):
         counted = 0
         while size - at >= HEADER_BYTES:
             length, kind, number = unpack_header(data, at)
-            if length > PART_BYTES:
-                raise RemoteProtocolError(
-                    f"a frame of {length} bytes is over the limit of {PART_BYTES}"
-                )
+            if length > CHUNK_BYTES:
+                _check_length(length, kind)
             start = at + HEADER_BYTES
             end = start + length
             if kind == PART or end > size:
@@ -318,7 +324,7 @@ class _Side(FrameReader[Event]):
                 continue
             room = stream.room = stream.room - cost
             if 2 * room <= full:
-                self._room_is_low(stream, cost)
+                self._room_is_low(stream, cost, kind)
             if kind == self._plain and stream.state == _STARTED and not stream.parts:
                 if stream.items is None:
                     stream.items = [data[start:end]]
@@ -371,26 +377,36 @@ class _Side(FrameReader[Event]):
         if kind == PART:
             if length != PART_BYTES:
                 raise RemoteProtocolError(f"a PART of {length} bytes")
-            if len(body) < _PART_HEAD_BYTES:
+            if len(body) < PART_HEAD_BYTES:
                 return _NEXT_BYTES
             stream = stream or self._unknown(number, kind)
             if stream is None:
                 return whole
-            self._make_room(stream, decode_number(body[:_PART_HEAD_BYTES], "PART"))
-            body = body[_PART_HEAD_BYTES:]
+            total = decode_number(body[:PART_HEAD_BYTES], "PART")
+            if not self._make_room(stream, total):
+                return whole
+            body = body[PART_HEAD_BYTES:]
         elif stream is None or not _is_last_part(stream, kind, length):
             return whole
-        self._count(stream, whole)
+        self._count(stream, whole, kind)
         self._add(stream, kind, body, start + length - len(data))
         return 0
 
-    def _make_room(self, stream: Stream, total: int) -> None:
-        """For the next PART of a message of that length."""
-        if stream.parts is None:
-            stream.parts = Assembly(self._memory, total)
+    def _make_room(self, stream: Stream, total: int) -> bool:
+        """For the next PART of a message of that length; False if it is not taken."""
         parts = stream.parts
-        if total != parts.total or parts.missing <= CHUNK_BYTES:
+        expected, missing = (parts.total, parts.missing) if parts else (total, total)
+        if total != expected or missing <= CHUNK_BYTES:
             raise RemoteProtocolError(f"a PART that does not fit into {total} bytes")
+        if parts is None:
+            if self._refuses(stream, total):
+                return False
+            stream.parts = Assembly(self._memory, total)
+        return True
+
+    def _refuses(self, stream: Stream, total: int) -> bool:
+        """Whether a message of that length, which begins, is not taken."""
+        return False
 
     def _add(self, stream: Stream, kind: int, body: memoryview, rest: int) -> None:
         assert stream.parts is not None
@@ -399,12 +415,12 @@ class _Side(FrameReader[Event]):
             self._message_into = kind, stream
             self._read_into(stream.parts, rest)
 
-    def _count(self, stream: Stream, cost: int) -> None:
+    def _count(self, stream: Stream, cost: int, kind: int) -> None:
         """A message frame takes from the credit that was given."""
         self._count_all(cost)
         stream.room -= cost
         if 2 * stream.room <= self._ours.stream_credit:
-            self._room_is_low(stream, cost)
+            self._room_is_low(stream, cost, kind)
 
     @override
     def space(self) -> memoryview:
@@ -462,9 +478,9 @@ class _Side(FrameReader[Event]):
     ) -> None:
         if self.peer is None and kind != HELLO:
             raise RemoteProtocolError(f"a frame of type {kind:#04x} before HELLO")
-        handle = self._on_control.get(kind)
+        handle = self.on_control.get(kind)
         if handle is not None:
-            handle(number, payload, events)
+            handle(self, number, payload, events)
         elif kind < FIRST_TO_IGNORE:
             raise RemoteProtocolError(f"a frame of type {kind:#04x} is not expected")
 
@@ -487,14 +503,14 @@ class _Side(FrameReader[Event]):
     def _on_ping(
         self, number: int, payload: bytes | memoryview, events: list[Event]
     ) -> None:
-        if number != 0 or len(payload) > _MAX_PING_BYTES:
-            raise RemoteProtocolError("a PING with a stream or too much in it")
+        _check_ping(number, payload, "PING")
         self.out.append(encode_frame(PONG, 0, payload))
 
     def _on_pong(
         self, number: int, payload: bytes | memoryview, events: list[Event]
     ) -> None:
         """That something arrived is all there is to it."""
+        _check_ping(number, payload, "PONG")
 
     def _on_credit(
         self, number: int, payload: bytes | memoryview, events: list[Event]
@@ -546,6 +562,28 @@ class _Side(FrameReader[Event]):
             self._check_gone(number)
         return stream
 
+    # Who handles the frames that are no messages, by their types.
+    on_control: ClassVar[_Handlers] = {
+        HELLO: _on_hello,
+        PING: _on_ping,
+        PONG: _on_pong,
+        CREDIT: _on_credit,
+    }
+
+
+def _check_length(length: int, kind: int) -> None:
+    limit = PART_BYTES if kind == PART else CHUNK_BYTES
+    if length > limit:
+        raise RemoteProtocolError(
+            f"a frame of type {kind:#04x} and {length} bytes is over its limit of "
+            f"{limit}"
+        )
+
+
+def _check_ping(number: int, payload: bytes | memoryview, what: str) -> None:
+    if number != 0 or len(payload) > _MAX_PING_BYTES:
+        raise RemoteProtocolError(f"a {what} with a stream or too much in it")
+
 
 def _is_last_part(stream: Stream, kind: int, length: int) -> bool:
     parts = stream.parts
@@ -578,14 +616,6 @@ class ClientSide(_Side):
         super().__init__(ours, memory)
         self.going_away = False
         self._greeted = False
-        self._on_control |= {
-            GOAWAY: self._on_goaway,
-            QUEUED: self._on_queued,
-            ACCEPT: self._on_accept,
-            END: self._on_end,
-            RESET: self._on_reset,
-            REFUSED: self._on_refused,
-        }
 
     @property
     def usable(self) -> bool:
@@ -597,12 +627,19 @@ class ClientSide(_Side):
         """Begin a call with what `encode_request_front` made, and the value."""
         assert self.peer is not None
         stream = Stream(self.peer.stream_credit, self._ours.stream_credit, _NEW)
-        if self._credit > 0:
+        size = len(front) + len(value)
+        if self._credit > 0 and size <= CHUNK_BYTES:
             self._announce(stream)
-        if len(value) > CHUNK_BYTES >= len(front):
+            # As `send` does; nothing can wait on a new stream.
+            cost = HEADER_BYTES + size
+            stream.credit -= cost
+            self._credit -= cost
+            self.out += (pack_header(size, REQUEST, stream.id), front + value)
+        elif len(value) > CHUNK_BYTES >= len(front):
+            # Without a copy.
             self._send_later(stream, REQUEST, value, front)
         else:
-            self.send(stream, REQUEST, front + value)
+            self._send_later(stream, REQUEST, front + value, b"")
         return stream
 
     @override
@@ -666,7 +703,8 @@ class ClientSide(_Side):
             self._other_message(kind, stream, body, events)
             return
         if kind == ITEM_END and stream.state != _STARTED:
-            self._last(ANSWER, stream, body, events)
+            self._forget(stream)
+            events.append((ANSWER, stream, body))
             return
         self._start(stream, events)
         if stream.items is None:
@@ -760,6 +798,15 @@ class ClientSide(_Side):
             refusal = Refusal(UNAVAILABLE, "")
             self._last(REFUSED, stream, refusal, events)
 
+    on_control = _Side.on_control | {
+        GOAWAY: _on_goaway,
+        QUEUED: _on_queued,
+        ACCEPT: _on_accept,
+        END: _on_end,
+        RESET: _on_reset,
+        REFUSED: _on_refused,
+    }
+
 
 # ----------------------------------------------------------------- the worker's side
 
@@ -775,11 +822,6 @@ class WorkerSide(_Side):
     def __init__(self, ours: Hello, memory: Memory | None = None) -> None:
         super().__init__(ours, memory)
         self._going_away = False
-        self._on_control |= {
-            INPUT_END: self._on_input_end,
-            STOP: self._on_stop,
-            KILL: self._on_kill,
-        }
 
     # Answering
 
@@ -851,10 +893,8 @@ class WorkerSide(_Side):
         return stream
 
     @override
-    def _make_room(self, stream: Stream, total: int) -> None:
-        super()._make_room(stream, total)
-        if stream.state == _OPENING:
-            self._is_too_large(stream, total)
+    def _refuses(self, stream: Stream, total: int) -> bool:
+        return stream.state == _OPENING and self._is_too_large(stream, total)
 
     def _is_too_large(self, stream: Stream, size: int) -> bool:
         limit = self._ours.max_message_bytes
@@ -872,7 +912,7 @@ class WorkerSide(_Side):
                 return
             request = decode_request(body)
             stream.state = _OPEN
-            stream.input_open = bool(request[0].flags & STREAMED_INPUT)
+            stream.input_open = request[0].streamed
             events.append((REQUEST, stream, request))
         elif kind == INPUT and stream.input_open:
             events.append((INPUT, stream, body))
@@ -912,3 +952,9 @@ class WorkerSide(_Side):
         self._forget(stream)
         if stream.state == _OPEN:
             events.append((KILL, stream, None))
+
+    on_control = _Side.on_control | {
+        INPUT_END: _on_input_end,
+        STOP: _on_stop,
+        KILL: _on_kill,
+    }

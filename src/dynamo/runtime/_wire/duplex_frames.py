@@ -29,7 +29,8 @@ PREFACE = b"\xff\xff\xf5dyn\xf51"
 VERSION = 1
 CHUNK_BYTES = 256 * 1024
 # A PART: the length of the whole message, and a chunk of it.
-PART_BYTES = 4 + CHUNK_BYTES
+PART_HEAD_BYTES = 4
+PART_BYTES = PART_HEAD_BYTES + CHUNK_BYTES
 STREAM_CREDIT = 256 * 1024
 CONNECTION_CREDIT = 16 * 1024 * 1024
 MAX_CREDIT = 2**31
@@ -44,6 +45,9 @@ FIRST_TO_IGNORE = 0x80
 # Codes of REFUSED.
 OVERLOADED, UNAVAILABLE, TOO_LARGE = 1, 2, 3
 STREAMED_INPUT = 1
+
+# So many characters fit into headers whatever they are, with six bytes for each.
+_SHORT_CHARS = 8192
 
 _HEADER = struct.Struct(">IBI")
 HEADER_BYTES = _HEADER.size
@@ -129,8 +133,8 @@ def encode_request_front(
     Raises:
         MessageTooLarge: the head, or all of it, is over its limit.
     """
-    if head.trace is not None:
-        check_headers(_headers_bytes(head, head.trace))
+    if head.trace is not None or len(head.id) + len(head.path) > _SHORT_CHARS:
+        _check_as_headers(head)
     raw_head = _encode(head)
     front = _U32.pack(len(raw_head)) + raw_head
     size = len(front) + value_bytes
@@ -140,14 +144,24 @@ def encode_request_front(
     return front
 
 
-def _headers_bytes(
-    head: RequestHead, trace: tuple[str | None, str | None, str | None]
-) -> int:
-    """How much it would be as headers: no lane carries more than the other."""
+def _check_as_headers(head: RequestHead) -> None:
+    """No lane carries more than the other.
+
+    Raises:
+        MessageTooLarge: as headers of a call-home request it would be over their limit.
+    """
+    trace = head.trace or ()
+    texts = (head.id, head.path, *(text for text in trace if text is not None))
+    if sum(map(len, texts)) <= _SHORT_CHARS:
+        return
     headers = request_headers(
-        request_id=head.id, path=head.path, sent_ns=10**18, trace=TraceContext(*trace)
+        request_id=head.id,
+        path=head.path,
+        sent_ns=10**18,
+        trace=TraceContext(*trace) if trace else None,
+        remaining_ms=head.remaining_ms,
     )
-    return len(msgspec.json.encode(headers))
+    check_headers(len(msgspec.json.encode(headers)))
 
 
 def decode_request(
@@ -165,10 +179,7 @@ def decode_request(
         raise RemoteProtocolError(
             f"a request of {len(payload)} bytes with a head of {end - 4}"
         )
-    try:
-        head: RequestHead = _head_in(payload[4:end])
-    except UNREADABLE as error:
-        raise RemoteProtocolError(f"unreadable head of a request: {error}") from error
+    head: RequestHead = _read(_head_in, payload[4:end], "head of a request")
     if head.flags & ~STREAMED_INPUT:
         raise RemoteProtocolError(f"a request with unknown flags {head.flags:#x}")
     return head, payload[end:]

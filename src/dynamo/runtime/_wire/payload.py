@@ -10,15 +10,18 @@ import contextlib
 import datetime
 import decimal
 import enum
+import json
 import math
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import NoneType
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, Union
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeAlias, Union, final
 
 import msgspec
+
+from dynamo.runtime._sealed import Sealed, override
 
 # At run time too: msgspec reads the annotations.
 from dynamo.runtime._wire.faults import ErrorObject  # noqa: TC001
@@ -85,16 +88,91 @@ _SCALARS = frozenset((NoneType, bool, int, float, str, bytes))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 # A genuine reader gives up on lists inside lists beyond this.
 _GENUINE_DEPTH = 1023
+# The data of an item whose maker said that it is None: it is printed as such.
+_GIVEN_NONE = object()
 
 
-class AnnotatedItem(msgspec.Struct, gc=False, omit_defaults=True):
-    """One item of a response stream: the handler's value and what goes with it."""
+class _OfData(type(msgspec.Struct)):  # type: ignore[misc]
+    """Makes `Annotated` out of data alone; the decoder asks nobody."""
 
-    data: Any = None
-    id: str | None = None
-    event: str | None = None
-    comment: list[str] | None = None
-    error: ErrorObject | None = None
+    def __call__(cls, data: object) -> Any:
+        return super().__call__(_GIVEN_NONE if data is None else data)
+
+
+def _on_the_wire(name: str) -> str:
+    return name.removeprefix("_")
+
+
+@final
+class Annotated(
+    Sealed,
+    msgspec.Struct,
+    metaclass=_OfData,
+    rename=_on_the_wire,
+    frozen=True,
+    eq=False,
+    gc=False,
+):
+    """One item of a response stream with its envelope, as it is decoded.
+
+    Args:
+        data: The payload.
+
+    Example:
+        >>> item = Annotated({"token": 5})
+        >>> item.data(), item.event(), item.is_error()
+        ({'token': 5}, None, False)
+    """
+
+    _data: Any = None
+    _id: str | None = None
+    _event: str | None = None
+    _comment: list[str] | None = None
+    _error: ErrorObject | None = None
+
+    def data(self) -> Any:
+        """The payload, the same object each time; None if the item has none."""
+        data = self._data
+        return None if data is _GIVEN_NONE else data
+
+    def event(self) -> str | None:
+        """The name of the event, or None."""
+        return self._event
+
+    def comments(self) -> list[str] | None:
+        """The comments, or None."""
+        return self._comment
+
+    def id(self) -> str | None:
+        """The id of the item, or None."""
+        return self._id
+
+    def is_error(self) -> bool:
+        """Always False: an error is raised by the stream, never delivered."""
+        return False
+
+    def __copy__(self) -> NoReturn:
+        """As for the others of its kind; a struct would be copied."""
+        self.__reduce__()
+
+    @override
+    def __repr__(self) -> str:
+        if self._data is None:
+            data = "<no_data>"
+        else:
+            try:
+                data = repr(self.data())
+            except Exception:  # noqa: BLE001 - repr of a user's object may do anything
+                data = "<failed_repr>"
+        comments = json.dumps(self._comment or [], ensure_ascii=False)
+        return (
+            f"Annotated(data={data}, event={self._event}, "
+            f"comment={comments}, id={self._id})"
+        )
+
+
+Envelope: TypeAlias = Union[Annotated, bytes, memoryview]  # noqa: UP007 - at run time
+"""An item, or its bytes in MessagePack: it need not be decoded before it is read."""
 
 
 def encode_value(value: object, codec: str) -> bytes:
@@ -183,21 +261,32 @@ def encode_annotated(
     return encode_value(members, codec)
 
 
-def decode_annotated(data: bytes | bytearray | memoryview, codec: str) -> AnnotatedItem:
+def decode_annotated(data: bytes | bytearray | memoryview, codec: str) -> Annotated:
     """The item in an envelope.
 
     Raises:
         RemoteProtocolError: the bytes are no envelope.
     """
     try:
-        return annotated_decoder(codec)(data)
+        return (_decode_json_item if codec == "json" else _decode_msgpack_item)(data)
     except UNREADABLE as error:
         raise RemoteProtocolError(f"an item that is not {codec}: {error}") from error
 
 
-def annotated_decoder(codec: str) -> Callable[[Any], AnnotatedItem]:
-    """What makes the item of an envelope, for many of them; raises `UNREADABLE`."""
-    return _decode_json_item if codec == "json" else _decode_msgpack_item
+def open_annotated(item: Envelope) -> Annotated:
+    """The item in it, for a reader who wants all of it; raises `UNREADABLE`."""
+    return item if type(item) is Annotated else _decode_msgpack_item(item)
+
+
+def open_data(item: Envelope) -> Any:
+    """Its data alone, None if there is none; raises `UNREADABLE`."""
+    item = item if type(item) is Annotated else _decode_msgpack_item(item)
+    return item._data  # noqa: SLF001 - the path of every item
+
+
+def error_in(item: Annotated) -> ErrorObject | None:
+    """What the item says of an error; it is one only if its event says so, too."""
+    return item._error  # noqa: SLF001 - for us, not for users
 
 
 def genuine_can_decode(value: object) -> str | None:
@@ -371,5 +460,5 @@ _encode_msgpack = msgspec.msgpack.Encoder(enc_hook=_as_builtin).encode
 _encode_json = msgspec.json.Encoder().encode
 _decode_msgpack = msgspec.msgpack.Decoder().decode
 _decode_json = msgspec.json.Decoder().decode
-_decode_msgpack_item = msgspec.msgpack.Decoder(AnnotatedItem).decode
-_decode_json_item = msgspec.json.Decoder(AnnotatedItem).decode
+_decode_msgpack_item = msgspec.msgpack.Decoder(Annotated).decode
+_decode_json_item = msgspec.json.Decoder(Annotated).decode

@@ -264,7 +264,11 @@ class Worker:
         return self.runtime._core.in_flight
 
     async def stop(self) -> None:
-        """Shut it down in order: leave discovery, drain, close."""
+        """Shut it down in order: leave discovery, drain, close.
+
+        Raises:
+            asyncio.TimeoutError: that took longer than 10 s.
+        """
         await self._state.stop()
 
     async def kill(self) -> None:
@@ -272,6 +276,9 @@ class Worker:
 
         Records of the dead expire after a while: `lose_lease` does that now.  Its
         handlers, which no dying process takes along, are cancelled, unheard.
+
+        Raises:
+            asyncio.TimeoutError: they did not end within 10 s.
         """
         await self._state.kill()
 
@@ -306,7 +313,11 @@ class Worker:
         self._state.backend.expire()
 
     async def renew_lease(self) -> None:
-        """Register again after `lose_lease`; returns when every client knows."""
+        """Register again after `lose_lease`; returns when every client knows.
+
+        Raises:
+            AssertionError: a client did not know within 5 s.
+        """
         self._state.backend.renew()
         await self._core.routed([self._state], self._core.clients, _READY_LIMIT_S)
 
@@ -332,9 +343,10 @@ class Cluster:
     Args:
         lane: The protocol in between: ``"duplex"``, that of our own processes, or
             ``"callhome"``, that with genuine peers.
-        env: Settings under the names of their environment variables.  The real
-            environment plays no part.  A drain takes at most 1 s if nothing else is
-            said.
+        env: Settings of every runtime in it, under the names of their environment
+            variables; the real environment plays no part.  If they do not say otherwise
+            a drain takes at most 1 s, and a handler has 0.2 s to end by itself after a
+            stop.  Discovery, lane and addresses are the cluster's own in any case.
 
     Attributes:
         calls: What handlers got, in order; see `RecordedCall`.
@@ -383,6 +395,7 @@ class Cluster:
 
         Raises:
             DynamoException: the one with which a serving had ended too early.
+            asyncio.TimeoutError: a runtime did not end within 10 s.
         """
         await self._core.aclose()
 
@@ -394,6 +407,9 @@ class Cluster:
 
         Returns:
             The runtime; it ends with the cluster.
+
+        Raises:
+            ValueError: a setting that cannot be used.
         """
         member = _Member(self._core, env or {})
         self._core.caller()
@@ -424,6 +440,8 @@ class Cluster:
         Raises:
             ValueError: the name of an endpoint, or a setting, that is none.
             RuntimeClosed: ``worker`` was stopped or killed.
+            AssertionError: it was not registered, or a client could not call it, within
+                5 s.
         """
         name = parse_endpoint_path(endpoint)
         if worker is None:
@@ -467,7 +485,8 @@ class Cluster:
             The client.  There need not be a worker yet.
 
         Raises:
-            ValueError: the name of an endpoint that is none.
+            ValueError: the name of an endpoint, or a setting, that is none.
+            AssertionError: it could not call one of the workers within 5 s.
         """
         place = self._core.caller(runtime).endpoint(endpoint)
         named = (parse_endpoint_path(endpoint), await place.client(router_mode))

@@ -317,7 +317,7 @@ class MemoryTransport(asyncio.Transport):
         """The last thing that happens to this end."""
         unread = bool(self.incoming)
         self.closed = self._closing = self.finished = True
-        self.incoming.clear()
+        self._drop_unread()
         self.host.remove(self)
         if self._socket.resets_on_close or unread:
             self._other.break_off(
@@ -327,6 +327,10 @@ class MemoryTransport(asyncio.Transport):
         protocol, self._protocol = self._protocol, None
         if protocol is not None:
             protocol.connection_lost(error)
+
+    def _drop_unread(self) -> None:
+        self.incoming.clear()
+        self.incoming_bytes = 0
 
     def break_off(self, error: OSError) -> None:
         """The other side reset the connection; what has arrived can still be read."""
@@ -351,7 +355,7 @@ class MemoryTransport(asyncio.Transport):
             self._error = BrokenPipeError(errno.EPIPE, "the other side has closed")
         if self._error is not None:
             # A transport that cannot send gives up, whatever there is to be read.
-            self.incoming.clear()
+            self._drop_unread()
             self._reading = True
             self.go_on()
             return
