@@ -234,7 +234,7 @@ async def test_calls_of_one_item_leave_nothing(
     for link in lane._links.values():
         for connection in link._connections:
             assert not connection.side.streams
-            assert not connection._unacknowledged
+            assert not connection.unacknowledged
 
 
 # RS-10 and RS-15
