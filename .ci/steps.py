@@ -114,7 +114,7 @@ CHECK = [
 DIST = [BUILD, tests("packaging", "tests/packaging", limit_s=120)]
 TEST_FOLDERS = {
     "integration": tests("integration", "tests/integration", "-n", "auto", limit_s=240),
-    "faults": tests("faults", "tests/faults", "-n", "2", limit_s=400),
+    "faults": tests("faults", "tests/faults", "-n", "2", limit_s=480),
     # These wait for records to expire far more than they compute.
     "interop": tests("interop", "tests/interop", "-n", "4", limit_s=240),
     "examples": tests("examples", "tests/test_examples.py", limit_s=240),

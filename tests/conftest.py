@@ -82,6 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: {why}"))
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S * SCALE))
+    # One process is busy with it while the others go on.
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
 def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:

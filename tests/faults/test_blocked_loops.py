@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from linked import closed, linked
+from measured import TRIES, Times
 
 from dynamo.runtime import DistributedRuntime, errors
 from dynamo.runtime._observability.watchdog import LoopWatchdog
@@ -129,6 +130,27 @@ async def test_a_handler_that_blocks_the_loop_is_named_once_with_its_place(
     assert "goes on after" in info.getMessage()
     await closed(runtime)
     await serving
+
+
+async def test_who_blocks_the_loop_is_named_within_one_and_a_half_limits(
+    told: Told,
+    file_runtime: Callable[[], DistributedRuntime],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit_s = 0.2
+    times = Times("who blocks the loop is named", 1.5 * limit_s)
+    monkeypatch.setenv("DYN_RUNTIME_BLOCKED_LOOP_SECS", str(limit_s))
+    runtime = file_runtime()
+    await runtime.endpoint("ns.comp.gen").client()
+    for number in range(TRIES):
+        told.warned.clear()
+        since = time.monotonic()
+        assert told.warned.wait(10)
+        times.took_s.append(time.monotonic() - since)
+        # It goes on, which is said as well.
+        await until(lambda said=2 * number + 2: len(told.records) == said)
+    times.judge(not_before_s=limit_s)
+    await closed(runtime)
 
 
 async def test_code_of_a_client_that_blocks_the_loop_is_named_too(

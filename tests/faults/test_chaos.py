@@ -34,7 +34,9 @@ from dynamo.runtime.errors import (
 )
 
 SEED = 20_240_229
-FAULTS = 18
+FAULTS = 60
+# Three minutes of it show what there is to see.
+MAX_FAULTS = 180
 PING_TIMEOUT_S = 3.0
 # Well above the time for which a busy machine lets a worker starve.
 FROZEN_S = {"blink": 0.3, "freeze": PING_TIMEOUT_S + 1}
@@ -381,7 +383,7 @@ async def chaos(fleet: Fleet, scale: float) -> Load:
     for _ in range(count):
         await fleet.spawn()
     load = Load(fleet, streams)
-    await strike_each_second(fleet, int(FAULTS * scale))
+    await strike_each_second(fleet, min(int(FAULTS * scale), MAX_FAULTS))
     await load.end()
     print(
         f"{load.outcomes.total()} calls, {len(fleet.exits)} workers lost, the longest "
@@ -393,6 +395,7 @@ async def chaos(fleet: Fleet, scale: float) -> Load:
 # The processes are what takes its time; one kind of loop is enough.
 @pytest.mark.asyncio(loop_factories=["uvloop"])
 @pytest.mark.slow
+@pytest.mark.first
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 async def test_a_fault_a_second_fails_no_call_that_could_have_gone_elsewhere(
     programs: Programs, server: Program, make_runtime: MakeRuntime, scale: float

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from measured import AT_ONCE_S, Times
 from programs import (
     LIMIT_S,
     MakeRuntime,
@@ -27,6 +28,8 @@ from dynamo.runtime.errors import Refused, StreamBroken
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
 RUNNERS = ["run", "until_complete"]
 SOON_S = 3.0
+# Each is a life of a program.
+MEASURED = 3
 
 # What a handler does after its first item, by request.
 HANDLERS = """
@@ -326,6 +329,57 @@ async def test_a_handler_that_ignores_everything_is_named_and_left_behind(
     worker.send(signal.SIGTERM)
     assert await worker.ended() == 0
     assert "stopped and cancelled: ns/comp/gen (handle): 1" in worker.stderr
+
+
+async def test_a_second_signal_breaks_streams_at_once(
+    programs: Programs, client: Client
+) -> None:
+    times = Times("a second signal", AT_ONCE_S, MEASURED)
+    for _ in range(MEASURED):
+        worker = await started(programs, WORKER)
+        stream = await begun(client, "for ever")
+        worker.send(signal.SIGTERM)
+        await eventually(lambda: not programs.records, SOON_S)
+        since = worker.send(signal.SIGTERM)
+        await times.error(anext(stream), StreamBroken, since=since)
+        assert await worker.ended(SOON_S) == 0, worker.stderr
+    times.judge()
+
+
+async def test_a_signal_stops_what_is_not_to_be_waited_for_within_a_second(
+    programs: Programs, client: Client
+) -> None:
+    """Those who have not heard that it leaves are served first."""
+    times = Times("requests that are not to be waited for", 1.0, MEASURED)
+    text = WORKER.replace("(handle)", "(handle, graceful_shutdown=False)")
+    for _ in range(MEASURED):
+        worker = await started(programs, text)
+        stream = await begun(client, "for ever")
+        since = worker.send(signal.SIGTERM)
+        await times.error(anext(stream), StreamBroken, since=since)
+        assert await worker.ended(SOON_S) == 0, worker.stderr
+    times.judge()
+
+
+async def test_a_worker_ends_in_time_whatever_its_handler_does(
+    programs: Programs, client: Client
+) -> None:
+    budget_s = 0.2
+    times = Times("a deaf handler is left behind", budget_s + 2 + 1.5, MEASURED)
+    streams: list[AsyncResponseStream] = []
+    setting = {"DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": str(budget_s)}
+    workers = [await started(programs, WORKER, **setting) for _ in range(MEASURED)]
+    await eventually(lambda: len(client.instance_ids()) == MEASURED)
+    for _ in workers:
+        stream = await client.round_robin("stubborn", annotated=False)
+        assert await anext(stream) == "begun"
+        streams.append(stream)
+    sent = [(worker, worker.send(signal.SIGTERM)) for worker in workers]
+    for worker, since in sent:
+        await times.event(lambda one=worker: not one.running, since=since)
+        assert worker.process.returncode == 0
+    assert len(streams) == MEASURED
+    times.judge(not_before_s=budget_s)
 
 
 async def test_a_program_with_a_handler_of_its_own_keeps_it(

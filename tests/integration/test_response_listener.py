@@ -214,6 +214,20 @@ async def test_an_ack_that_never_comes_fails_the_call_and_retires_the_connection
     await serve_one(cluster, worker)
 
 
+async def test_a_worker_that_has_called_home_owes_no_ack(cluster: Cluster) -> None:
+    await cluster.start(request_timeout_s=0.1)
+    worker = await cluster.started()
+    call = cluster.call()
+    request = await worker.request()
+    home = await request.dial(GOOD, item(1))
+    stream = await within(call)
+    assert await within(anext(stream)) == 1
+    # Its time is up, and the connection is given up for that.
+    await worker.gone(request.connection)
+    await home.send(item(2), FINAL)
+    assert await within(items_of(stream)) == [2]
+
+
 async def test_after_a_late_ack_no_ack_is_credited_to_the_wrong_request(
     cluster: Cluster,
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from measured import Times
 from programs import LIMIT_S, MakeRuntime, Programs
 
 from dynamo.runtime import Client
@@ -72,13 +73,17 @@ async def test_its_handler_is_stopped_at_the_deadline(
 async def test_a_call_that_waits_there_is_bounded_by_the_callers_deadline_alone(
     client: Client, worker: Any
 ) -> None:
+    limit_s, tries = 0.4, 3
     first = await client.round_robin("silent", annotated=False)
     assert await anext(first) == "silent"
     # It has been acknowledged: nothing else ends it, and it keeps its place in the queue.
     waiting = asyncio.create_task(items(client, "echo", timeout=60))
-    with pytest.raises(CallTimeout) as caught:
-        await items(client, "echo", timeout=1.0)
-    assert caught.value.facts["limit"] == "timeout"
+    times = Times("a call that waits at a genuine worker", limit_s, tries)
+    for _ in range(tries):
+        call = items(client, "echo", timeout=limit_s)
+        error = await times.error(call, CallTimeout)
+        assert error.facts["limit"] == "timeout"
+    times.judge(not_before_s=limit_s)
     assert not waiting.done()
     first.cancel()
     assert await asyncio.wait_for(waiting, LIMIT_S) == ["echo"]

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
-from memory_lane import NAME, MemoryLane, Opened, record, started
+from memory_lane import NAME, MemoryLane, Opened, record, silent, started
 
 from dynamo.runtime._calls.choosing import ClientHome
 from dynamo.runtime._calls.context import Context
@@ -38,6 +38,7 @@ from dynamo.runtime.errors import (
     RuntimeClosed,
     StreamTimeout,
 )
+from dynamo.runtime.testing import until
 
 LIMIT_S = 5.0
 
@@ -457,6 +458,42 @@ async def test_first_items_that_do_not_come_in_time_eject(cluster: Cluster):
     assert await client.wait_for_instances() == [2]
     cluster.lane.opened[-1].events.on_ended()
     assert await client.wait_for_instances() == [1, 2]
+
+
+async def test_an_answer_brings_back_who_could_not_be_reached(cluster: Cluster):
+    await cluster.join(1, 2)
+    client = cluster.client()
+    cluster.lane.failures[1] = ConnectionFailed("Unavailable: no")
+    with pytest.raises(ConnectionFailed):
+        await client.direct(None, 1)
+    assert await client.wait_for_instances() == [2]
+    del cluster.lane.failures[1]
+    stream = await client.direct(None, 1)
+    # Its handler runs: there is no need to wait for the end.
+    assert await client.wait_for_instances() == [1, 2]
+    stream.cancel()
+
+
+async def test_the_one_call_of_an_ejected_instance_is_given_back(cluster: Cluster):
+    """Whoever cancels it has learnt nothing: the next call may try."""
+    await cluster.open(ejection_first_s=0.0, ejection_max_s=0.0)
+    await cluster.join(1, 2)
+    client = cluster.client()
+    cluster.lane.failures[1] = ConnectionFailed("Unavailable: no")
+    with pytest.raises(ConnectionFailed):
+        await client.direct(None, 1)
+    del cluster.lane.failures[1]
+    cluster.lane.scripts[1] = silent
+
+    async def usable() -> bool:
+        return await client.wait_for_instances() == [1, 2]
+
+    for _ in range(3):
+        await until(usable)
+        call = client.direct(None, 1)
+        assert await client.wait_for_instances() == [2]
+        call.cancel()
+    assert await usable()
 
 
 async def test_switched_off_a_dead_instance_keeps_its_turn(cluster: Cluster):

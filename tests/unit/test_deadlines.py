@@ -163,7 +163,17 @@ async def test_a_loop_that_stood_still_reads_before_it_judges(deadlines: Deadlin
     loop = asyncio.get_running_loop()
     ours, theirs = await loop.run_in_executor(None, _pair)
     arrived: list[float] = []
-    loop.add_reader(ours, lambda: arrived.append(time.monotonic()))
+
+    def answer() -> None:
+        ours.send(ours.recv(1))
+
+    def note() -> None:
+        theirs.recv(1)
+        arrived.append(time.monotonic())
+
+    # What is read at once leads to more: a single turn of the loop is not enough.
+    loop.add_reader(ours, answer)
+    loop.add_reader(theirs, note)
     try:
         thing = Thing(0.05)
         deadlines.watch(thing)
@@ -175,6 +185,7 @@ async def test_a_loop_that_stood_still_reads_before_it_judges(deadlines: Deadlin
         assert arrived[0] <= thing.looked_at[0]
     finally:
         loop.remove_reader(ours)
+        loop.remove_reader(theirs)
         ours.close()
         theirs.close()
 

@@ -562,6 +562,21 @@ def test_a_stream_that_is_not_read_stands_still_and_holds_up_nobody() -> None:
     assert not pair.worker.waiting
 
 
+def test_streams_that_wait_for_the_connections_credit_take_turns() -> None:
+    pair = Pair(client=Hello(connection_credit=1000))
+    streams = [pair.call()[1] for _ in range(3)]
+    for there in streams:
+        for _ in range(100):
+            pair.worker.send(there, ITEM, bytes(50))
+    pair.client.feed(taken(pair.worker))
+    pair.worker.feed(taken(pair.client))
+    turns = [
+        number for kind, number, _ in frames_in(taken(pair.worker)) if kind == ITEM
+    ]
+    assert len(turns) > 6
+    assert turns == ([1, 2, 3] * len(turns))[: len(turns)]
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("cut", [0, 100])
 def test_the_last_frame_of_a_stream_brings_it_no_more_credit(

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 
 import pytest
 from memory_lane import NAME, record
+from msgspec.structs import replace
 
 from dynamo.runtime._discovery import health as health_module
 from dynamo.runtime._discovery.health import Health
@@ -233,6 +234,19 @@ async def test_a_change_of_discovery_is_a_clean_slate(cluster: Cluster) -> None:
     await cluster.delete(1)
     await cluster.put(1)
     assert told == [[2], [1, 2]]
+    assert not health.troubled
+
+
+async def test_the_same_id_at_another_address_is_a_clean_slate(
+    cluster: Cluster,
+) -> None:
+    health = await cluster.open(1, 2)
+    health.failed(1, Failure.NO_CONNECTION)
+    assert cluster.usable == [2]
+    moved = replace(record(1), address="127.0.0.1:2/x")
+    # As a store that looks now and then tells it: that it was gone is not seen.
+    cluster.instances.apply([(moved.key, encode_record(moved))])
+    assert cluster.usable == [1, 2]
     assert not health.troubled
 
 

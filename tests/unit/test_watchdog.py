@@ -6,10 +6,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import dynamo.runtime._observability.watchdog as watchdog_module
 from dynamo.runtime._observability.watchdog import LoopWatchdog
 
 pytestmark = pytest.mark.may_block
@@ -156,3 +158,27 @@ def test_a_loop_that_nobody_runs_is_not_accused(
     thread.join()
     loop.close()
     assert not caplog.records
+
+
+async def test_a_look_that_comes_a_little_early_is_the_one_at_the_limit(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would be told half a limit later, as often as not."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(watchdog_module, "time", clock)
+    watchdog = LoopWatchdog(asyncio.get_running_loop(), LIMIT_S, nobody)
+    told: list[int] = []
+
+    def looks() -> None:
+        for _ in range(4):
+            clock.now += 0.98 * watchdog.interval_s
+            look(watchdog, every_s=0.0)
+            told.append(len(caplog.records))
+
+    thread = threading.Thread(target=looks)
+    thread.start()
+    thread.join()
+    # The first begins, the second asks.
+    assert told == [0, 0, 0, 1]
+    await answered(watchdog)

@@ -23,6 +23,8 @@ _log = logging.getLogger("dynamo.runtime.watchdog")
 
 _LOOKS = 2
 _LEAST_INTERVAL_S = 0.02
+# Looks come a little early or late: the one at the limit is not to be just too soon.
+_EARLY_SHARE = 0.1
 _SHOWN_FRAMES = 20
 # Where asyncio's own loops wait for something to happen.
 _WAITS = ("select", "_poll")
@@ -48,6 +50,7 @@ class LoopWatchdog:
         """How often to look."""
         self._loop = loop
         self._limit_s = limit_s
+        self._enough_s = limit_s - _EARLY_SHARE * self.interval_s
         self._who = who
         self._thread_id = threading.get_ident()
         # What other loops than asyncio's have on top when no Python code runs in them.
@@ -65,7 +68,7 @@ class LoopWatchdog:
             self._begin_anew(now)
         elif self._asked_at is None:
             self._ask_if_busy(now)
-        elif not self._told and now - self._asked_at >= self._limit_s:
+        elif not self._told and now - self._asked_at >= self._enough_s:
             self._tell(now - self._asked_at)
 
     def _begin_anew(self, now: float) -> None:
