@@ -223,6 +223,9 @@ class CallClock:
         deadlines: Who looks.
         limits: At least one of them finite.
         expired: Called once, with the name of the limit and its seconds.
+
+    Attributes:
+        minds_items: Whether `item` has anything to do.
     """
 
     __slots__ = (
@@ -234,6 +237,7 @@ class CallClock:
         "_idle_s",
         "_limits",
         "due_at",
+        "minds_items",
     )
 
     def __init__(
@@ -249,6 +253,7 @@ class CallClock:
         self._idle_s = limits.idle_s
         self._idle_from = math.inf
         self._behind = False
+        self.minds_items = limits.first_item_s != math.inf or limits.idle_s != math.inf
         self.due_at = min(limits.deadline, self._first_at)
         deadlines.watch(self)
 

@@ -690,7 +690,7 @@ class OutgoingCall:
         self._not_taken(error, inhibits=inhibits)
 
     def on_items(self, items: Sequence[Envelope], size_bytes: int) -> None:
-        if self._clock is not None:
+        if self._clock is not None and self._clock.minds_items:
             self._clock.item()
         self._came += len(items)
         self.inbox.put_all(items, size_bytes)

@@ -234,7 +234,8 @@ class Inbox:
                     self.skipped += 1
                     continue
             self._handed += 1
-            self._hand_again(self._handed, opened)
+            if not self._hand(self._handed, opened):
+                self._hand_again(self._handed, opened)
         return []
 
     def _give_up_on(self, error: Exception) -> None:
