@@ -400,6 +400,32 @@ async def test_dropping_in_another_thread_kills_the_call(world: World):
     await until(lambda: opened.done == ["kill"])
 
 
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (CallOptions(), False),
+        (CallOptions(idempotent=True), True),
+        (CallOptions(on_stream_lost=lambda items, error: None), True),
+    ],
+)
+async def test_a_request_that_cannot_be_sent_again_is_let_go_when_the_handler_runs(
+    world: World, options: CallOptions, kept: bool
+):
+    """It may be large, and its stream long."""
+    call = world.call(options=options)
+    world.lane.scripts[1] = silent
+    starting = call.start()
+    await until(lambda: bool(world.lane.opened))
+    (opened,) = world.lane.opened
+    opened.events.on_reached()
+    assert call._request is opened.request
+    opened.events.on_started()
+    stream = await starting
+    assert (call._request is not None) == kept
+    opened.events.on_ended()
+    assert await read(stream) == []
+
+
 @pytest.mark.parametrize("rest", ["read", "left"])
 @pytest.mark.parametrize("end", ["ended", "answered", "failed", "cancelled"])
 async def test_a_call_that_is_over_leaves_nothing_to_the_collector(

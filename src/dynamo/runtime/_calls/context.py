@@ -11,9 +11,10 @@ import asyncio
 import itertools
 import math
 import os
+import threading
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynamo.runtime._calls.deadlines import inherited, seconds_of
 from dynamo.runtime._observability.tracing import SpanProxy, check_span_arguments
@@ -55,6 +56,12 @@ new_id = _ids.new
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_ids.renew)
+
+
+_Listeners: TypeAlias = "dict[Callable[[bool], None], Callable[[bool], None]]"
+# Of a context that has none, or only its owner; stays empty.
+_NO_LISTENERS: _Listeners = {}
+_making_tables = threading.Lock()
 
 
 class Drain:
@@ -133,8 +140,7 @@ class ContextState:
         self.noticed = False
         self.stopped = False
         self.killed = False
-        self._on_stop: dict[Callable[[bool], None], Callable[[bool], None]] = {}
-        self._on_kill: dict[Callable[[bool], None], Callable[[bool], None]] = {}
+        self._on_stop = self._on_kill = _NO_LISTENERS
 
     def stop(self) -> None:
         """Ask for an orderly end.  From any thread; again does nothing."""
@@ -199,6 +205,8 @@ class ContextState:
         kill after a stop calls it again, with True.  When two threads stop and kill at
         the same moment the False may come last; `killed` then is already true.
         """
+        if self._on_stop is _NO_LISTENERS:
+            self._make_tables()
         self._on_stop[listener] = listener
         self._on_kill[listener] = listener
         if self.killed:
@@ -206,15 +214,19 @@ class ContextState:
         elif self.stopped:
             self.stop()
 
+    def _make_tables(self) -> None:
+        """Nearly all contexts do without; nobody who stops waits for this lock."""
+        with _making_tables:
+            if self._on_stop is _NO_LISTENERS:
+                self._on_kill, self._on_stop = {}, {}
+
     def unsubscribe(self, listener: Callable[[bool], None]) -> None:
         """Forget a listener; nothing happens if it is not there."""
         self._on_stop.pop(listener, None)
         self._on_kill.pop(listener, None)
 
 
-def _tell(
-    waiting: dict[Callable[[bool], None], Callable[[bool], None]], *, killed: bool
-) -> None:
+def _tell(waiting: _Listeners, *, killed: bool) -> None:
     for key in list(waiting):
         listener = waiting.pop(key, None)
         if listener is not None:

@@ -323,7 +323,8 @@ class OutgoingCall:
         if source is not None:
             self._pump = self._pump_of(source)
         self._lane = lane
-        self._request = request
+        # None once it can no longer be sent again: it may be large, the stream long.
+        self._request: CallRequest | None = request
         self._selection = selection
         self._context = context
         self._annotated = annotated
@@ -430,6 +431,7 @@ class OutgoingCall:
     def _send_to(self, record: EndpointRecord) -> None:
         self._record = record
         self.inbox.origin = record.instance_id
+        assert self._request is not None
         self._attempts += 1
         self._counted = record.instance_id
         self._selection.take(record.instance_id)
@@ -444,6 +446,7 @@ class OutgoingCall:
 
     async def _open(self, record: EndpointRecord) -> None:
         """Send the request where a connection must be made first."""
+        assert self._request is not None
         try:
             handle = await self._lane.open(record, self._request, self)
         except asyncio.CancelledError:
@@ -538,7 +541,8 @@ class OutgoingCall:
     def _note(self, error: CallError, record: EndpointRecord) -> None:
         error.instance_id = record.instance_id
         self._failures += ((record.instance_id, str(error)),)
-        _log.debug("call %s: %s", self._request.call_id, error)
+        if self._request is not None:
+            _log.debug("call %s: %s", self._request.call_id, error)
 
     def _fail(self, error: Exception) -> None:
         """The awaited call raises, or else the stream; nothing of the call is left."""
@@ -681,6 +685,9 @@ class OutgoingCall:
             if self._over:
                 return
         self._reached = self._streaming = True
+        options = self._options
+        if not options.idempotent and options.on_stream_lost is None:
+            self._request = None
         health = self._selection.health
         if health.troubled and self._record is not None:
             health.answered(self._record.instance_id)
@@ -795,6 +802,7 @@ class OutgoingCall:
         if packed is None:
             self._finish(error)
             return
+        assert self._request is not None
         self._request = msgspec.structs.replace(
             self._request, value=request, packed=packed
         )
