@@ -15,6 +15,7 @@ import asyncio
 import inspect
 import os
 import shutil
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
@@ -46,6 +47,9 @@ SLOW_LIMIT_S = 120
 hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 LEAVING_LIMIT_S = 5
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell does that to what it runs in the background, and children inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Debian keeps servers in a folder that is not on every user's PATH.
 PROGRAM_PATH = os.pathsep.join(
     [os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import inspect
 import pickle
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -791,6 +792,7 @@ def test_annotated_is_made_of_data_alone_and_stays_as_it_is():
     item = Annotated(data)
     assert item.data() is data
     assert Annotated(None).data() is None
+    assert str(inspect.signature(Annotated)) == "(data)"
     with pytest.raises(TypeError):
         Annotated(1, "id")  # type: ignore[call-arg]
     with pytest.raises(TypeError):

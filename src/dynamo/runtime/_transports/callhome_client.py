@@ -47,6 +47,7 @@ from dynamo.runtime._wire.callhome import (
     input_frame_pieces,
 )
 from dynamo.runtime._wire.faults import exception_of_prologue
+from dynamo.runtime._wire.payload import Annotated
 from dynamo.runtime._wire.propagation import request_headers
 from dynamo.runtime.errors import (
     CallError,
@@ -58,6 +59,7 @@ from dynamo.runtime.errors import (
 if TYPE_CHECKING:
     from dynamo.runtime._config import RuntimeConfig
     from dynamo.runtime._transports import CallEvents, CallRequest
+    from dynamo.runtime._wire.callhome import ResponseEvent
     from dynamo.runtime._wire.records import EndpointRecord, TcpAddress
     from dynamo.runtime._wire.two_part import TwoPart
 
@@ -234,10 +236,14 @@ class _Call:
         if not self._over:
             self._handle(self._receiver.receive_eof(), 0)
 
-    def _handle(self, event: object, size_bytes: int) -> None:
-        if event is None:
-            return
-        if isinstance(event, PrologueReceived):
+    def _handle(self, event: ResponseEvent | None, size_bytes: int) -> None:
+        if isinstance(event, Annotated):
+            self._events.on_items((event,), size_bytes)
+            if self._receiver.complete:
+                # The final mark came with an item: there is nothing to wait for.
+                self.close()
+                self._events.on_ended()
+        elif isinstance(event, PrologueReceived):
             self._begin(event)
         elif isinstance(event, ErrorReceived):
             self.close()
@@ -252,12 +258,6 @@ class _Call:
             _log.warning("worker %s broke the protocol: %s", self._authority, event)
             self.kill()
             self._events.on_lost(LOST_TEXT)
-        else:
-            self._events.on_items([event], size_bytes)  # type: ignore[list-item]
-            if self._receiver.complete:
-                # The final mark came with an item: there is nothing to wait for.
-                self.close()
-                self._events.on_ended()
 
     def _begin(self, prologue: PrologueReceived) -> None:
         self._pass_gate()

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import decimal
 import enum
+import inspect
 import json
 import math
 import sys
@@ -94,6 +95,10 @@ _GIVEN_NONE = object()
 
 class _OfData(type(msgspec.Struct)):  # type: ignore[misc]
     """Makes `Annotated` out of data alone; the decoder asks nobody."""
+
+    __signature__ = inspect.Signature(
+        (inspect.Parameter("data", inspect.Parameter.POSITIONAL_OR_KEYWORD),)
+    )
 
     def __call__(cls, data: object) -> Any:
         return super().__call__(_GIVEN_NONE if data is None else data)
