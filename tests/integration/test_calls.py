@@ -1191,6 +1191,10 @@ async def test_a_shutdown_lets_streams_in_progress_run_to_their_end(cluster: Clu
         ({"handler": echo, "metrics_labels": ["ab"]}, TypeError),
         ({"handler": echo, "metrics_labels": [("a",)]}, ValueError),
         ({"handler": echo, "metrics_labels": [("a", 1)]}, TypeError),
+        (
+            {"handler": echo, "metrics_labels": [("a", "\ud800")]},
+            UnicodeEncodeError,
+        ),
         ({"handler": echo, "health_check_payload": []}, TypeError),
         ({"handler": echo, "health_check_payload": {1: 2}}, TypeError),
         ({"handler": echo, "health_check_payload": {"a": object()}}, TypeError),

@@ -67,6 +67,17 @@ def records(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
 
 
+@pytest.mark.parametrize("path", ["\ud800.b.c", "a.\ud800.c", "a.b.\ud800"])
+async def test_a_name_that_cannot_be_sent_is_refused_before_anybody_serves_it(
+    new_runtime: Callable[[str], DistributedRuntime], path: str
+):
+    runtime = new_runtime("mem")
+    with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+        runtime.endpoint(path)
+    with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+        runtime.register_engine_route(path, echo)
+
+
 async def test_serving_on_a_broken_store_says_that_it_cannot_register(
     new_runtime: Callable[[str], DistributedRuntime], tmp_path: Path
 ) -> None:

@@ -416,6 +416,11 @@ NEGATIVE = "can't convert negative int to unsigned"
             "'value': 'NoneType' object cannot be converted to 'PyString'",
         ),
         (
+            lambda c: c.wait_for_instance_by_runtime_data("k", "\ud800"),
+            UnicodeEncodeError,
+            "surrogates not allowed",
+        ),
+        (
             lambda c: c.wait_for_instance_by_runtime_data("k", "v", "1"),
             TypeError,
             "argument 'timeout_s': must be real number, not str",

@@ -23,7 +23,7 @@ from dynamo.runtime._calls.pump import Requests, iterator_of
 from dynamo.runtime._discovery.instances import Instance
 from dynamo.runtime._discovery.model_cards import Wanted
 from dynamo.runtime._routing.policies import RouterMode
-from dynamo.runtime._sealed import Unconstructible
+from dynamo.runtime._sealed import Unconstructible, text_argument
 from dynamo.runtime._transports import CallRequest
 from dynamo.runtime._wire.payload import encode_value
 
@@ -154,7 +154,7 @@ class Client(Unconstructible):
             >>> asyncio.run(main())
             {'matching': []}
         """
-        wanted = Wanted(_check_text("key", key), _check_text("value", value))
+        wanted = Wanted(text_argument("key", key), text_argument("value", value))
         timeout_s = _check_seconds("timeout_s", timeout_s)
         return self._home.run(_only_match(self._home, wanted, timeout_s))
 
@@ -193,8 +193,8 @@ class Client(Unconstructible):
                 )
         """
         wanted = Wanted(
-            _check_text("key", key),
-            _check_text("value", value),
+            text_argument("key", key),
+            text_argument("value", value),
             _check_count("min_count", min_count),
         )
         timeout_s = _check_seconds("timeout_s", timeout_s)
@@ -553,15 +553,6 @@ async def _matches(
 async def _only_match(home: ClientHome, wanted: Wanted, timeout_s: float | None) -> int:
     (only,) = await home.cards.wait(wanted, timeout_s)
     return only
-
-
-def _check_text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(
-            f"argument '{name}': '{type(value).__name__}' object cannot be converted "
-            "to 'PyString'"
-        )
-    return value
 
 
 def _check_count(name: str, value: int) -> int:

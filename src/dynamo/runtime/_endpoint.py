@@ -560,6 +560,7 @@ def _check_labels(labels: object) -> None:
             )
         if not all(isinstance(part, str) for part in pair):
             raise TypeError(f"argument 'metrics_labels': {pair!r} is not two texts")
+        "".join(pair).encode()  # a lone surrogate raises here, not when they are sent
 
 
 def _check_payload(payload: object) -> None:

@@ -36,7 +36,7 @@ from dynamo.runtime._discovery.instances import InstanceSet
 from dynamo.runtime._endpoint import Endpoint, ServedEndpoint
 from dynamo.runtime._observability.metrics import MetricsCallbacks
 from dynamo.runtime._observability.watchdog import LoopWatchdog
-from dynamo.runtime._sealed import Sealed
+from dynamo.runtime._sealed import Sealed, text_argument
 from dynamo.runtime._transports.connection import spawn
 from dynamo.runtime._transports.lanes import Lanes
 from dynamo.runtime._transports.local import announce
@@ -547,19 +547,10 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-def _check_text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(
-            f"argument '{name}': '{type(value).__name__}' object cannot be converted "
-            "to 'PyString'"
-        )
-    return value
-
-
 def _check_plane(name: str, value: object, allowed: tuple[str, str]) -> str:
     if value is None or value == "":
         return ""
-    if _check_text(name, value) not in allowed:
+    if text_argument(name, value) not in allowed:
         raise ValueError(
             f"Invalid {name} value '{value}'. Valid values: '{allowed[0]}', "
             f"'{allowed[1]}'"
@@ -623,8 +614,8 @@ class DistributedRuntime(Sealed):
         event_plane: str | None = None,
         response_plane: str | None = None,
     ) -> None:
-        _check_text("discovery_backend", discovery_backend)
-        plane = _check_text("request_plane", request_plane).lower()
+        text_argument("discovery_backend", discovery_backend)
+        plane = text_argument("request_plane", request_plane).lower()
         if enable_nats is not None:
             deprecate_enable_nats(enable_nats)
         events = _check_plane("event_plane", event_plane, ("nats", "zmq"))
@@ -703,9 +694,10 @@ class DistributedRuntime(Sealed):
 
         Raises:
             TypeError: ``path`` is no text.
-            ValueError: it does not have three parts.
+            ValueError: it does not have three parts, or holds a lone surrogate (a
+                `UnicodeEncodeError`).
         """
-        name = parse_endpoint_path(_check_text("path", path))
+        name = parse_endpoint_path(text_argument("path", path))
         return Endpoint._of(self._core, name, self._core.metrics)
 
     def shutdown(self) -> None:
@@ -748,7 +740,7 @@ class DistributedRuntime(Sealed):
             TypeError: ``route_name`` is no text.
             RuntimeError: no loop is running.
         """
-        _check_text("route_name", route_name)
+        text_argument("route_name", route_name)
         self._routes[route_name] = (callback, asyncio.get_running_loop())
 
     def system_status_server_url(self) -> str | None:

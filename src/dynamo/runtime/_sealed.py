@@ -2,7 +2,7 @@
 
 They cannot be subclassed, copied or pickled; most cannot be constructed either.  With
 `__slots__` (each class names its own) they take no new attributes and no weak
-references.  Nothing here knows any of those classes.
+references.  Nothing here knows any of those classes.  And how they all take text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,23 @@ else:
         return method
 
 
-__all__ = ["Numbered", "Sealed", "Unconstructible", "override"]
+__all__ = ["Numbered", "Sealed", "Unconstructible", "override", "text_argument"]
+
+
+def text_argument(name: str, value: object) -> str:
+    """An argument that must be text, and such as can be sent.
+
+    Raises:
+        TypeError: it is none.
+        UnicodeEncodeError: it holds a lone surrogate.
+    """
+    if not isinstance(value, str):
+        raise TypeError(
+            f"argument '{name}': '{type(value).__name__}' object cannot be converted "
+            "to 'PyString'"
+        )
+    value.encode()
+    return value
 
 
 class Sealed:
