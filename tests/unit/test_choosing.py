@@ -18,6 +18,7 @@ from dynamo.runtime._client import Client
 from dynamo.runtime._config import from_env
 from dynamo.runtime._discovery.instances import InstanceSet
 from dynamo.runtime._discovery.memory import MemoryBackend
+from dynamo.runtime._routing.ejection import Failure
 from dynamo.runtime._routing.policies import RouterMode
 from dynamo.runtime._wire.records import INSTANCES, encode_record
 from dynamo.runtime.errors import (
@@ -230,6 +231,24 @@ def test_calls_in_flight_are_counted_exactly(
         await world.aclose()
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("tried", NUMBERS)
+async def test_a_call_that_met_a_dead_instance_goes_to_a_living_one(tried: int) -> None:
+    """Half of the dead are called all the same; no call is to meet two of them."""
+    world = World()
+    await world.open()
+    await world.join(4)
+    await world.rest()
+    for number in NUMBERS:
+        world.home.health.failed(number, Failure.NO_CONNECTION)
+    chooser = world.clients[0]._chooser
+    dead, living = chooser.free(frozenset())
+    assert living.instance_id == 4
+    assert list(chooser.free(frozenset((tried,)))) == [living]
+    rather = list(chooser.free(frozenset((4,))))
+    assert rather == [dead], "than nobody"
+    await world.aclose()
 
 
 # RT-01

@@ -199,7 +199,7 @@ class Chooser:
         if self.overloaded.until:
             free = self.overloaded.without(routable, self.now())
         if tried:
-            free = [one for one in free if one.instance_id not in tried]
+            free = self._others(free, tried)
         if free:
             return free
         if routable and not tried:
@@ -211,6 +211,18 @@ class Chooser:
                 facts=self._facts(),
             )
         raise self._nobody()
+
+    def _others(
+        self, free: Sequence[EndpointRecord], tried: frozenset[int]
+    ) -> Sequence[EndpointRecord]:
+        """Where a call may go next: to one that fails nobody, if there is any.
+
+        When most are ejected some of them are called all the same, but no call is to
+        meet one after the other until it may not try any more.
+        """
+        troubled = self.home.health.troubled
+        others = [one for one in free if one.instance_id not in tried]
+        return [one for one in others if one.instance_id not in troubled] or others
 
     def _facts(self) -> dict[str, object]:
         """Who is listed, and who of them is left out for what reason."""
