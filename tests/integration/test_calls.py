@@ -71,6 +71,7 @@ class Cluster:
         self.loop = asyncio.get_running_loop()
         self.store = MemoryStore()
         self.runtimes: list[DistributedRuntime] = []
+        self.held = contextlib.ExitStack()
 
     def runtime(
         self, connection_id: int | None = None, **changes: Any
@@ -103,10 +104,10 @@ class Cluster:
         return await runtime.endpoint(PATH).client(mode)
 
     async def dead(self, connection_id: int) -> None:
-        """A record whose port nobody listens on."""
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
+        """A record whose port nobody listens on, nor gets meanwhile."""
+        taken = self.held.enter_context(socket.socket())
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
         address = f"127.0.0.1:{port}/{connection_id:x}/ns/comp/gen"
         one = EndpointRecord(
             name=NAME, instance_id=connection_id, transport_kind="tcp", address=address
@@ -114,6 +115,7 @@ class Cluster:
         self.store.create(INSTANCES, one.key, encode_record(one))
 
     async def close(self) -> None:
+        self.held.close()
         for runtime in self.runtimes:
             runtime._core.shutdown(hurry=True)
         for runtime in self.runtimes:
